@@ -89,20 +89,6 @@ CODE = (
 )
 CODE_PROMPTS = 'CODE_PROMPT = "Write the function.\\n"\n'
 
-QA = (
-    AFLOW_HEAD.format(dataset="HotpotQA", round=3)
-    + INIT
-    + """\
-        self.answer_generate = operator.AnswerGenerate(self.llm)
-        self.sc_ensemble = operator.ScEnsemble(self.llm)
-
-    async def __call__(self, problem: str):
-        answers = [await self.answer_generate(input=problem) for _ in range(3)]
-        # the templates of HotpotQA and DROP leave the problem out
-        best = await self.sc_ensemble(solutions=[one["answer"] for one in answers])
-        return best["response"], self.llm.get_usage_summary()["total_cost"]
-"""
-)
 
 GATHER = (
     "import asyncio\nfrom collections import Counter\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import textwrap
 from pathlib import Path
 
@@ -77,18 +76,24 @@ def run(graph: Graph, *arguments: str) -> tuple[str, list[str]]:
     return ran.text, [str(asked.messages[0]["content"]) for asked in model.asked]
 
 
-@pytest.mark.parametrize("gid", ["", "self.gid, "])
-@pytest.mark.parametrize("around", [("", ""), (HEAD, END)])
+@pytest.mark.parametrize(
+    ("gid", "head", "end"), [("", "", ""), ("self.gid, ", HEAD, END)], ids=["bare", "published"]
+)
 def test_a_folder_with_scoreflows_form_is_loaded_and_run(
-    tmp_path: Path, gid: str, around: tuple[str, str]
+    tmp_path: Path, gid: str, head: str, end: str
 ) -> None:
-    (tmp_path / "graph.py").write_text(around[0] + workflow(VOTE, gid) + around[1])
+    source = head + workflow(VOTE, gid) + end
+    (tmp_path / "graph.py").write_text(source)
     graph = load_graph(tmp_path, trust=True)
     text, asked = run(graph, "1+1?")
     assert text == "revised"
     assert asked[:2] == ["Think. 1+1?"] * 2
     assert "said: Think. 1+1?" in asked[3]
     assert [node.operator for node in graph.flow.nodes] == ["Custom", "ScEnsemble", "Revise"]
+    reply = f"<think>Two?</think><graph>```python\n{source}```</graph>"
+    assert read_written(reply).notes
+    if not head:
+        assert check_written(reply, operators=OPERATORS).ok
 
 
 @pytest.mark.parametrize(
@@ -96,40 +101,9 @@ def test_a_folder_with_scoreflows_form_is_loaded_and_run(
     [
         ("return await self.programmer(analysis='none')", "42"),
         ("return await self.answer_generate()", "short"),
-        (
-            "import asyncio\nparts = await asyncio.gather(self.custom(instruction='a: '), "
-            "self.custom('b: '))\nreturn ' '.join(parts)",
-            "said: a: p said: b: p",
-        ),
         ("step = self.custom\nreturn await step(instruction=self.problem)", "said: pp"),
     ],
 )
 def test_its_operators_know_the_problem_and_give_texts(body: str, expected: str) -> None:
     source = translated(workflow(body))
     assert run(Graph("g", {"graph.py": source}, trust=True), "p")[0] == expected
-
-
-def test_lines_stay_where_they_are_and_other_texts_as_they_are() -> None:
-    source = HEAD + workflow(VOTE)
-    lines = translated(source).splitlines()
-    for number, line in enumerate(source.splitlines()):
-        if "await" in line or "append" in line:
-            assert lines[number] == line
-    for other in ("class Workflow:\n    pass\n", "no Python (", ""):
-        assert translated(other) == other
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        f"<graph>\n{workflow(VOTE)}</graph>",
-        f"Here it is:\n<graph>\n{workflow(VOTE)}",
-        f"<think>Two?</think><graph>```python\n{workflow(VOTE)}```</graph>",
-        workflow(VOTE),
-        json.dumps({"prompts": {}, "graph_code": workflow(VOTE)}),
-    ],
-)
-def test_replies_are_read(reply: str) -> None:
-    assert read_written(reply).notes
-    verdict = check_written(reply, operators=OPERATORS)
-    assert verdict.ok, [str(refusal) for refusal in verdict.refusals]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from project import run_dir, write_project
 from test_validate import CONFIG
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-from aflow_tune.cluster.sent_function import user_modules
 from aflow_tune.config.load import load_config
 from aflow_tune.config.validate import resolve_functions
 from aflow_tune.context import RolloutContext
@@ -24,7 +21,6 @@ from aflow_tune.errors import BadInput
 from aflow_tune.graph.graph import load_graph
 from aflow_tune.graph.workflow import GraphFailed, GraphResponse, GraphWorkflow
 from aflow_tune.models import ScriptedModel
-from aflow_tune.shipping import gather, write_bundle
 
 ROW = {"question": "What is 1+2?", "answer": "It is 3.\n#### 3"}
 CALL = 'return (await self.custom(input=problem, instruction=""))["response"], 0.0'
@@ -39,11 +35,6 @@ def reward(
             return await workflow(task=task, model=model), dict(run.metrics)
 
     return asyncio.run(work())
-
-
-@pytest.fixture
-def graph_folder(tmp_path: Path) -> Path:
-    return own_form(tmp_path / "mine", simple(CALL))
 
 
 def config_of(tmp_path: Path, graph: str, more: str = "") -> Any:
@@ -68,53 +59,10 @@ def test_no_answer_is_a_wrong_answer_and_a_failure_is_none(tmp_path: Path) -> No
     broken = load_graph(own_form(tmp_path / "b", simple("return {}['x']")), trust=True)
     with pytest.raises(GraphFailed, match=r"graph\.py:9: KeyError"):
         reward(GraphWorkflow(broken, "gsm8k"), ROW, ScriptedModel([]))
-
-
-def test_a_score_function_of_the_users(graph_folder: Path) -> None:
-    graph = load_graph(graph_folder, trust=True)
-
-    async def later(task: Any, answer: Any) -> float:
-        return 0.5 if answer == "a" else 0.0
-
-    plain = GraphWorkflow(graph, score=lambda task, answer: len(answer) / 4, problem="text")
-    assert reward(plain, {"text": "q"}, ScriptedModel(["ab"]))[0] == 0.5
-    assert (
-        reward(GraphWorkflow(graph, score=later), {"problem": "q"}, ScriptedModel(["a"]))[0] == 0.5
-    )
-    with pytest.raises(BadInput, match=r"no text under question or problem or prompt"):
-        reward(GraphWorkflow(graph, score=later), {"text": "q"}, ScriptedModel(["a"]))
-
-
-def test_it_travels_to_a_process_without_its_files(tmp_path: Path) -> None:
-    from ray import cloudpickle
-
-    user = tmp_path / "user"
-    user.mkdir()
-    (user / "graph_rewards.py").write_text("def half(task, answer):\n    return 0.5\n")
-    sys.path.insert(0, str(user))
-    try:
-        from graph_rewards import half  # type: ignore[import-not-found]
-    finally:
-        sys.path.remove(str(user))
-    folder = own_form(tmp_path / "mine", simple(CALL))
-    workflow = GraphWorkflow(load_graph(folder, trust=True), score=half)
-    assert user_modules([workflow]) == ["graph_rewards"]
-    payload = cloudpickle.dumps(workflow)
-    bundle = write_bundle(gather(["graph_rewards"]), tmp_path)
-    (folder / "graph.py").unlink()
-    (user / "graph_rewards.py").unlink()
-    program = (
-        "import asyncio, pickle, sys\n"
-        "from aflow_tune.shipping import arrive\n"
-        f"arrive({bundle.name!r})\n"
-        "from aflow_tune.models import ScriptedModel\n"
-        "workflow = pickle.loads(sys.stdin.buffer.read())\n"
-        "print(asyncio.run(workflow({'question': 'q'}, ScriptedModel(['a']))))\n"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], input=payload, capture_output=True, cwd=tmp_path
-    )
-    assert ran.stdout.decode() == "0.5\n", ran.stderr.decode()
+    scored = GraphWorkflow(nothing, score=lambda task, answer: 0.5, problem="text")
+    assert reward(scored, {"text": "q"}, ScriptedModel([]))[0] == 0.5
+    with pytest.raises(BadInput, match="no text under text"):
+        reward(scored, {"problem": "q"}, ScriptedModel([]))
 
 
 def test_a_configuration_names_a_graph(tmp_path: Path) -> None:

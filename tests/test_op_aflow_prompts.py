@@ -94,29 +94,18 @@ def asked(name: str, prompts: Any, *arguments: Any) -> str:
     return str(model.asked[0].messages[0]["content"])
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "expected"),
-    [
-        ("Custom", ("in", "Do: "), "Do: in"),
-        (
-            "AnswerGenerate",
-            ("1+1 {no_form}?",),
-            "\nAnswer 1+1 {no_form}?\n\n# As elements:\n<thought>why</thought>\n"
-            "<answer>what</answer>",
-        ),
-        (
-            "ScEnsemble",
-            (["a", "b"], "p"),
-            "\nOf p\nthese: A: \na\n\n\nB: \nb\n\n\n\nwhich? Use {letter}.\n\n# As elements:\n"
-            "<solution_letter>the {letter}</solution_letter>",
-        ),
-        (
-            "CustomCodeGenerate",
-            ("p", "f", "Code: "),
-            "Code: p\n\nWrite Python. \nIt has a 'f' in it. That is called.",
-        ),
-    ],
-)
+ASKED = [
+    ("Custom", ("in", "Do: "), "Do: in"),
+    ("AnswerGenerate", ("1+1 {no_form}?",), "\nAnswer 1+1 {no_form}?\n\n# As elements:\n"
+     "<thought>why</thought>\n<answer>what</answer>"),
+    ("ScEnsemble", (["a", "b"], "p"), "\nOf p\nthese: A: \na\n\n\nB: \nb\n\n\n\nwhich? "
+     "Use {letter}.\n\n# As elements:\n<solution_letter>the {letter}</solution_letter>"),
+    ("CustomCodeGenerate", ("p", "f", "Code: "),
+     "Code: p\n\nWrite Python. \nIt has a 'f' in it. That is called."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arguments", "expected"), ASKED)
 def test_a_question_is_put_together_as_aflow_does_it(
     tmp_path: Path, name: str, arguments: tuple[Any, ...], expected: str
 ) -> None:
@@ -133,21 +122,15 @@ def test_without_the_other_files_our_own_words_ask_for_the_form(tmp_path: Path, 
     assert "<answer>the final answer and nothing else</answer>" in text
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [(None, "No such file"), ("X = 1", "ANSWER_GENERATION_PROMPT"), ("X = (", "never closed"),
-     ("SC_ENSEMBLE_PROMPT = '{solutions'", "format")],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [None, "X = 1", "X = (", "SC_ENSEMBLE_PROMPT = '{solutions'"])
 def test_what_is_no_file_of_prompts_is_refused_with_its_place(
-    tmp_path: Path, text: str | None, told: str
+    tmp_path: Path, text: str | None
 ) -> None:
-    file = tmp_path / "op_prompt.py"
+    file, config = tmp_path / "op_prompt.py", tmp_path / "run.yaml"
     if text is not None:
         file.write_text(text)
-    config = tmp_path / "run.yaml"
     config.write_text(f"prompts:\n  preset: {file}\n")
     with pytest.raises(BadInput) as caught:
         load_config(config)
     (fault,) = caught.value.faults
     assert fault.where.startswith(f"{config}:2")
-    assert told in f"{fault.expected} {fault.found}"

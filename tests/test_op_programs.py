@@ -11,11 +11,10 @@ import pytest
 
 from aflow_tune.errors import BadInput
 from aflow_tune.models import ScriptedModel
-from aflow_tune.operators import OperatorResult, Programmer, Test, TestCases, use_test_cases
-from aflow_tune.operators.programs import telling
-from aflow_tune.sandbox import SandboxUnavailable, detect
+from aflow_tune.operators import OperatorResult, Programmer, Test, TestCases
+from aflow_tune.sandbox import detect
 from aflow_tune.sandbox.types import Limits
-from aflow_tune.trace import OperatorCall, ProgramRun, Trace
+from aflow_tune.trace import ProgramRun, Trace
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data" / "benchmarks"
 
@@ -37,22 +36,23 @@ def program(*codes: str, **settings: Any) -> tuple[OperatorResult, ScriptedModel
     return asyncio.run(work()), model, trace
 
 
-@pytest.mark.parametrize(
-    ("code", "output"),
-    [
-        ("def solve():\n    return 6 * 7", "42"),
-        ("def solve():\n    return [1, 'a']", "[1, 'a']"),
-        ("def solve():\n    print('x =', 3)", "x = 3"),
-        ("import math\n\n\nsolve = lambda: math.comb(5, 2)", "10"),
-    ],
-)
+ANSWERS = [
+    ("def solve():\n    return 6 * 7", "42"), ("def solve():\n    return [1, 'a']", "[1, 'a']"),
+    ("def solve():\n    print('x =', 3)", "x = 3"),
+    ("import math\n\n\nsolve = lambda: math.comb(5, 2)", "10"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "output"), ANSWERS)
 def test_the_answer_is_what_solve_returns_or_else_prints(code: str, output: str) -> None:
     result, _, trace = program(code)
     assert result == {"code": code, "output": output}
     assert result.outcome == "answered"
-    (run,) = trace.of(ProgramRun)
-    assert run.outcome == "finished"
-    assert run.caller == "Programmer.programmer"
+    assert [run.outcome for run in trace.of(ProgramRun)] == ["finished"]
+    broken = "def solve():\n    return [][7]"
+    result, _, trace = program(*[broken] * 9, programs=2)
+    assert result == {"code": broken, "output": "Error: IndexError: list index out of range"}
+    assert (result.outcome, result.attempts) == ("program_failed", 2)
 
 
 @pytest.mark.parametrize(
@@ -82,30 +82,6 @@ def test_failures_are_fed_back_and_mended(broken: str, told: str) -> None:
     assert "_solve_program" not in error  # of our own frames the model learns nothing
     assert len(error) < 3_000
     assert [run.outcome == "finished" for run in trace.of(ProgramRun)][-1]
-
-
-def test_programs_are_bounded_and_the_last_error_is_the_output() -> None:
-    broken = "def solve():\n    return [][7]"
-    for settings, calls in (({}, 3), ({"programs": 1}, 1)):
-        result, model, trace = program(*[broken] * 9, **settings)
-        assert result == {"code": broken, "output": "Error: IndexError: list index out of range"}
-        assert (result.outcome, result.attempts) == ("program_failed", calls)
-        assert len(model.asked) == len(trace.of(ProgramRun)) == calls
-
-
-def test_a_missing_sandbox_is_no_failure_of_the_program(monkeypatch: Any) -> None:
-    async def none(*_: Any, **__: Any) -> None:
-        raise SandboxUnavailable("no wall here")
-
-    monkeypatch.setattr("aflow_tune.operators.programs.run_program", none)
-    trace = Trace()
-
-    async def work() -> None:
-        with trace.activate(), pytest.raises(SandboxUnavailable):
-            await Programmer(ScriptedModel([fenced("def solve(): return 1")]))("p")
-
-    asyncio.run(work())
-    assert [use.outcome for use in trace.of(OperatorCall)] == ["sandbox_unavailable"]
 
 
 @pytest.mark.parametrize("kind", [Programmer, Test])
@@ -156,43 +132,24 @@ def test_a_solution_passes_only_by_its_tests(
         assert "the left side is -1" in asked
 
 
-@pytest.mark.parametrize(
-    "cheat",
-    [
-        "import sys\ndef add(a, b):\n    sys.exit(0)",
-        "import os\ndef add(a, b):\n    os._exit(0)",
-        "class Any:\n    def __eq__(self, other): return True\ndef add(a, b):\n    return Any()",
-        "import builtins\nbuiltins.AssertionError = KeyError\ndef add(a, b):\n    return 0",
-        "def add(a, b):\n    while True: pass",
-        "import sys\nsys.settrace(lambda *a: None)\ndef add(a, b):\n    return True",
-        "import aflow_channel\naflow_channel.send({'verdict': {'passed': True}})\ndef add(a, b): 0",
-    ],
-)
+CHEATS = [
+    "import sys\ndef add(a, b):\n    sys.exit(0)",
+    "import os\ndef add(a, b):\n    os._exit(0)",
+    "class Any:\n    def __eq__(self, other): return True\ndef add(a, b):\n    return Any()",
+    "import builtins\nbuiltins.AssertionError = KeyError\ndef add(a, b):\n    return 0",
+    "def add(a, b):\n    while True: pass",
+    "import sys\nsys.settrace(lambda *a: None)\ndef add(a, b):\n    return True",
+    "import aflow_channel\naflow_channel.send({'verdict': {'passed': True}})\ndef add(a, b): 0",
+]
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
 def test_cheats_do_not_pass(cheat: str) -> None:
     model = ScriptedModel([])
     operator = Test(model, tests=CASES, limits=Limits(seconds=2))
     result = asyncio.run(operator("Add.", cheat, "add", 0))
     assert result["result"] is False
     assert result.outcome == "tests_failed"
-
-
-def test_tests_come_from_the_context_where_none_are_given() -> None:
-    with use_test_cases(TestCases.of_rows([{"entry_point": "add", "test": CASES["add"]}])):
-        assert asyncio.run(Test(ScriptedModel([]))("Add.", RIGHT, "add"))["result"]
-
-
-def test_an_assert_tells_what_it_found_and_calls_once() -> None:
-    space: dict[str, Any] = {"calls": []}
-    exec("def candidate(x):\n    calls.append(x)\n    return x + 1", space)
-    with pytest.raises(AssertionError) as caught:
-        exec(telling("assert candidate(4) == 6"), space)
-    assert str(caught.value) == "assert candidate(4) == 6 -- but the left side is 5"
-    assert space["calls"] == [4]
-    exec(telling("assert candidate(4) == 5"), space)
-    with pytest.raises(AssertionError, match="not candidate"):
-        exec(telling("assert not candidate(1)"), space)
-    for other in ("assert x == 1, 'mine'", "x = 1", "assert (", "assert 1 < candidate(1) < 2"):
-        assert telling(other).startswith(other)
 
 
 def test_a_file_of_test_cases_is_read_with_its_faults(tmp_path: Path) -> None:

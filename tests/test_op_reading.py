@@ -145,27 +145,20 @@ def test_a_json_bool_and_numbers_keep_their_type() -> None:
     assert "count" in faults('{"good": true, "count": "3 or 4", "answer": "a"}', fields, Form.JSON)
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        f"```python\n{PROGRAM}\n```",
-        f"Here it is:\n```py\n{PROGRAM}\n```\nIt adds one.",
-        f"~~~python\n{PROGRAM}\n~~~",
-        f"```\n{PROGRAM}\n```",
-        f"````python\n{PROGRAM}\n````",
-        f"```python\n{PROGRAM}",
-        f"  ```python\n  {PROGRAM.splitlines()[0]}\n  {PROGRAM.splitlines()[1]}\n  ```",
-        PROGRAM,
-        f"Here:\n{PROGRAM}\nThis adds one to x.",
-        f"```python\nimport os\n```\n```python\n{PROGRAM}\n```\n```python\nprint(f(1))\n```",
-        f"```bash\npip install x\n```\n```python\n{PROGRAM}\n```",
-        f"<response>\n{PROGRAM}\n</response>",
-        f"<response>\n```python\n{PROGRAM}\n```\n</response>",
-        f"<response><![CDATA[\n{PROGRAM}\n]]></response>",
-        json.dumps({"response": PROGRAM}),
-        json.dumps({"response": f"```python\n{PROGRAM}\n```"}),
-    ],
-)
+FENCED = f"```python\n{PROGRAM}\n```"
+PROGRAMS = [
+    FENCED, PROGRAM, f"Here it is:\n```py\n{PROGRAM}\n```\nIt adds one.", f"```\n{PROGRAM}\n```",
+    f"~~~python\n{PROGRAM}\n~~~", f"````python\n{PROGRAM}\n````", f"```python\n{PROGRAM}",
+    f"  ```python\n  {PROGRAM.splitlines()[0]}\n  {PROGRAM.splitlines()[1]}\n  ```",
+    f"Here:\n{PROGRAM}\nThis adds one to x.", f"```bash\npip install x\n```\n{FENCED}",
+    f"```python\nimport os\n```\n{FENCED}\n```python\nprint(f(1))\n```",
+    f"<response>\n{PROGRAM}\n</response>", f"<response>\n{FENCED}\n</response>",
+    f"<response><![CDATA[\n{PROGRAM}\n]]></response>",
+    json.dumps({"response": PROGRAM}), json.dumps({"response": FENCED}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reply", PROGRAMS)
 @pytest.mark.parametrize("form", [Form.CODE, Form.XML, Form.JSON])
 def test_programs(reply: str, form: Form) -> None:
     assert values(reply, (CODE,), form)["response"].strip() == PROGRAM
@@ -196,22 +189,18 @@ def test_the_last_program_counts_with_what_it_needs_of_other_blocks(
     assert space["f"](3) == value
 
 
-@pytest.mark.parametrize(
-    ("reply", "fields", "told"),
-    [
-        ("", PAIR, "the reply is empty"),
-        (" \n\t", PAIR, "the reply is empty"),
-        ("<thought>half</thought>", PAIR, "there is no answer"),
-        ("<answer></answer>", PAIR, "answer is empty"),
-        ("<answer/>", PAIR, "answer is empty"),
-        ('{"answer": null}', PAIR, "there is no answer"),
-        ("```python\ndef f(:\n```", (CODE,), "no Python"),
-        ("```python\ndef g(): pass\n```", (CODE,), "defines no `f`"),
-        ("f", (CODE,), "defines no `f`"),
-        ("```python\n" + "(" * 5000 + "\n```", (CODE,), "no Python"),
-        ("```python\nx = 1\n" + "#" * 200_000 + "\n```", (CODE,), "longer than"),
-    ],
-)
+NAMED = [
+    (" \n\t", PAIR, "the reply is empty"), ("<thought>half</thought>", PAIR, "there is no answer"),
+    ("<answer></answer>", PAIR, "answer is empty"), ("<answer/>", PAIR, "answer is empty"),
+    ('{"answer": null}', PAIR, "there is no answer"), ("f", (CODE,), "defines no `f`"),
+    ("```python\ndef f(:\n```", (CODE,), "no Python"),
+    ("```python\ndef g(): pass\n```", (CODE,), "defines no `f`"),
+    ("```python\n" + "(" * 5000 + "\n```", (CODE,), "no Python"),
+    ("```python\nx = 1\n" + "#" * 200_000 + "\n```", (CODE,), "longer than"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reply", "fields", "told"), NAMED)
 def test_what_cannot_be_read_is_named(reply: str, fields: tuple[Field, ...], told: str) -> None:
     assert told in faults(reply, fields, Form.CODE if CODE in fields else Form.XML)
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
-from pathlib import Path
 
 import pytest
-from test_validate import CONFIG
-from trinity.buffer.operators import EXPERIENCE_OPERATORS
 from trinity.common.experience import EID, Experience
 
-from aflow_tune.config.load import load_config
-from aflow_tune.config.prepare import ANCHOR_RATE, RUN_FILTER, adapt
-from aflow_tune.config.quiet import quiet
 from aflow_tune.engines.trinity.rollout.operators import (
     FAILURE_KEY,
     STATE_KEY,
@@ -41,14 +34,8 @@ def failure(task: int, run: int, kind: str = "raised", why: str = "Traceback: no
 
 
 def test_failures_go_and_the_rest_is_ordered_and_counted() -> None:
-    exps = [
-        step(1, 1, 0.5, 1),
-        step(1, 0, 1.0),
-        failure(0, 2),
-        step(0, 10, 0.0),
-        step(1, 1, 0.5, 0),
-        step(0, 9, 1.0),
-    ]
+    exps = [step(1, 1, 0.5, 1), step(1, 0, 1.0), failure(0, 2), step(0, 10, 0.0)]
+    exps += [step(1, 1, 0.5, 0), step(0, 9, 1.0)]
     kept, metrics = RunFilter().process(exps)
     order = [(exp.eid.task, exp.eid.run, exp.eid.step) for exp in kept]
     assert order == [(0, 9, 0), (0, 10, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)]
@@ -142,44 +129,3 @@ def test_a_hit_is_a_state_that_another_run_met() -> None:
     exps = calls(["start"], ["start"]) + calls(["start"], task=1)
     assert AnchorRate().process(exps)[1] == {ALL: pytest.approx(2 / 3)}
     assert AnchorRate().process([]) == ([], {})
-
-
-def test_a_rate_that_stays_low_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    quiet()
-    low = calls(["start", "a"], ["start", "b"])
-    high = calls(["start", "a"], ["start", "a"])
-    rate = AnchorRate()
-    logger = logging.getLogger("trinity")
-    logger.addHandler(caplog.handler)
-    try:
-        for exps in (low, low, high, low, low):
-            rate.process(exps)
-        assert not caplog.records
-        for _ in range(4):
-            rate.process(low)
-    finally:
-        logger.removeHandler(caplog.handler)
-    said = [record.getMessage() for record in caplog.records if "anchor" in record.getMessage()]
-    assert len(said) == 1
-    assert said[0].startswith(f"{LATER} is 0.00, 0.00, 0.00 in the last 3 steps")
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "there"),
-    [
-        ("{algorithm_type: gigpo, repeat_times: 4}", True),
-        ("{algorithm_type: multi_step_grpo, repeat_times: 4}", False),
-        ("{algorithm_type: multi_step_grpo, advantage_fn: gigpo, repeat_times: 4}", True),
-    ],
-)
-def test_it_comes_with_the_algorithm_behind_the_run_filter(
-    tmp_path: Path, algorithm: str, there: bool
-) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.format(root=tmp_path, model="model"))
-    config = load_config(path, [f"algorithm={algorithm}"])
-    for _ in range(2):  # a second time changes nothing
-        adapt(config, {})
-        names = [item.name for item in config.data_processor.experience_pipeline.operators]
-        assert names == ([RUN_FILTER, ANCHOR_RATE] if there else [RUN_FILTER])
-    assert EXPERIENCE_OPERATORS.get(ANCHOR_RATE) is AnchorRate

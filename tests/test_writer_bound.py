@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from written_samples import ASK, DONE, PLAIN, graphs, workflow
 
-from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import Graph
+from aflow_tune.graph.run import GraphLimits
 from aflow_tune.models.clients import ScriptedModel
 from aflow_tune.operators import OPERATORS
 from aflow_tune.writer.check import check_graph_of

@@ -16,9 +16,8 @@ import pytest
 from sandbox_outside import runs
 
 from aflow_tune.errors import BudgetReached
-from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import Graph
-from aflow_tune.graph.run import GraphEnding
+from aflow_tune.graph.run import GraphEnding, GraphLimits
 from aflow_tune.models import Reply, ScriptedModel, Usage
 from aflow_tune.models.prices import FixedPrice
 from aflow_tune.sandbox.types import SandboxUnavailable

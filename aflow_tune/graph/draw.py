@@ -78,10 +78,6 @@ class _Box:
     y: float = 0.0
 
     @property
-    def is_end(self) -> bool:
-        return self.number in (PROBLEM, ANSWER)
-
-    @property
     def id(self) -> str:
         return {PROBLEM: "problem", ANSWER: "answer"}.get(self.number, f"n{self.number}")
 
@@ -97,8 +93,7 @@ class _Box:
 def _boxes(flow: Flow, measured: Mapping[str, Measured] | None) -> dict[int, _Box]:
     """The boxes by number, from the problem to the answer, in the order of the source."""
     # How calls are attributed in traces and experiences.
-    named = [f"{node.operator}.{node.instance}" if node.operator else "" for node in flow.nodes]
-    callers = [who or node.instance for who, node in zip(named, flow.nodes, strict=True)]
+    callers = [f"{n.operator}.{n.instance}" if n.operator else n.instance for n in flow.nodes]
     boxes = {PROBLEM: _Box(PROBLEM, ("problem",))}
     for place, (node, who) in enumerate(zip(flow.nodes, callers, strict=True)):
         numbers = (measured or {}).get(who)
@@ -106,26 +101,17 @@ def _boxes(flow: Flow, measured: Mapping[str, Measured] | None) -> dict[int, _Bo
         lines += [", ".join(node.prompts)] if node.prompts else []
         lines += [f"repeats: {loop.label}" for loop in node.loops]
         if numbers is not None and who not in callers[:place]:
-            lines += _figures(numbers, callers.count(who))
+            counts = f"{numbers.calls} calls, {numbers.tokens} tokens"
+            if numbers.cost is None or numbers.cost:
+                counts += ", price unknown" if numbers.cost is None else f", ${numbers.cost:.4f}"
+            places = callers.count(who)
+            lines.append(counts + (f" (in all {places} places)" if places > 1 else ""))
+            if numbers.reward_share is not None:
+                lines.append(f"{numbers.reward_share:.0%} of the reward")
+            lines += [f"{numbers.failures} failures"] if numbers.failures else []
         failed = numbers is not None and numbers.failures > 0
         boxes[node.number] = _Box(node.number, [*map(shortened, lines)], node.loops, failed)
     return boxes | {ANSWER: _Box(ANSWER, ("answer",))}
-
-
-def _figures(numbers: Measured, places: int) -> list[str]:
-    """The lines of numbers in a box. `places`: how many boxes they belong to together."""
-    lines = [f"{numbers.calls} calls, {numbers.tokens} tokens"]
-    if numbers.cost is None:
-        lines[0] += ", price unknown"
-    elif numbers.cost:
-        lines[0] += f", ${numbers.cost:.4f}"
-    if numbers.reward_share is not None:
-        lines.append(f"{numbers.reward_share:.0%} of the reward")
-    if numbers.failures:
-        lines.append(f"{numbers.failures} failures")
-    if places > 1:
-        lines[0] += f" (in all {places} places)"
-    return lines
 
 
 def shortened(text: str, most: int = MAX_LABEL) -> str:
@@ -159,7 +145,7 @@ def _blocks(drawn: Sequence[_Box], loops: tuple[Loop, ...]) -> list[str]:
     done: set[Loop] = set()
     for box in drawn:
         if box.loops == loops:
-            left, right = ('(["', '"])') if box.is_end else ('["', '"]')
+            left, right = ('(["', '"])') if box.number < 0 else ('["', '"]')
             label = "<br/>".join(escape_mermaid(line) for line in box.lines)
             lines.append(f"{pad}{box.id}{left}{label}{right}")
         elif box.loops[:depth] == loops and box.loops[depth] not in done:
@@ -234,13 +220,13 @@ def to_svg(
         attributes["d"] = f"M {first} C {', '.join(rest)}"
         ElementTree.SubElement(root, "path", attributes)
     for box in boxes.values():
-        kinds = ["end" if box.is_end else "box"]
+        kinds = ["end" if box.number < 0 else "box"]
         kinds += ["repeats"] if box.loops else []
         kinds += ["failed"] if box.failed else []
         group = ElementTree.SubElement(root, "g")
         rect = {"class": " ".join(kinds), "x": _px(box.x - box.width / 2), "y": _px(box.y)}
         rect |= {"width": _px(box.width), "height": _px(box.height)}
-        ElementTree.SubElement(group, "rect", rect | {"rx": "14" if box.is_end else "5"})
+        ElementTree.SubElement(group, "rect", rect | {"rx": "14" if box.number < 0 else "5"})
         for number, line in enumerate(box.lines):
             y = _px(box.y + _PADDING + (number + 0.75) * _LINE_HEIGHT)
             attributes = {"text-anchor": "middle"} | ({} if number else {"class": "name"})

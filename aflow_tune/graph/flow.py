@@ -1,12 +1,9 @@
 """Which call of an operator feeds which: the edges of a graph, found in its source.
 
-The workflow's `__call__` is followed statement by statement with an environment that maps each
-name to the calls whose results it may hold. A call of an operator is a node; there is an edge
-from every node whose result may be in its arguments, and a 'decides' edge from those in the
-condition around it. Loop bodies are followed twice: what only the second pass finds is carried
-from one turn to the next. Methods of the workflow and functions inside it are followed where
-they are called.
-
+`__call__` is followed statement by statement with an environment that maps each name to the calls
+whose results it may hold. A call of an operator is a node, with an edge from every node whose
+result may be in its arguments, and a 'decides' edge from those in the condition around it. Loop
+bodies are followed twice: what only the second pass finds is carried from one turn to the next.
 An over-approximation: a name holds everything that was ever put into it on any path. Code that
 hides its data (setattr, globals, exec) is not seen. Nothing is run.
 """
@@ -65,45 +62,33 @@ class Edge:
     kind: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Flow:
-    """Nodes in the order of their first call, and the edges between them."""
+    """Nodes in the order of their first call, and the edges between them, sorted."""
 
-    nodes: tuple[Node, ...] = ()
-    edges: tuple[Edge, ...] = ()
-    calls: Mapping[Place, frozenset[Handle]] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    calls: dict[Place, frozenset[Handle]] = field(default_factory=dict)
     """Which operators (or the model) each call may reach, through dicts and variables too."""
-    kinds: Mapping[str, int] = field(default_factory=dict)
-    """Operators whose classes are named, with a line; also through `getattr`."""
-    handed_on: Mapping[Handle, int] = field(default_factory=dict)
+    handed_on: dict[Handle, int] = field(default_factory=dict)
     """Operators that code which is not followed gets hold of, with the line."""
-    models: frozenset[str] = frozenset()
+    models: set[str] = field(default_factory=set)
     """Expressions that hold the graph's model, such as `self.llm`."""
-    whole: frozenset[Place] = frozenset()
-    """Expressions among arguments and answers that are an operator's whole result on any path."""
+    whole: dict[Place, bool] = field(default_factory=dict)
+    """Of expressions among arguments and answers: an operator's whole result on any path?"""
     complete: bool = True
     """False: it was too large to be followed to its end."""
 
 
 def trace_flow(shape: Shape) -> Flow:
     """The calls of a workflow and what flows between them; empty where there is none."""
-    methods = workflow_methods(shape)
-    if "__call__" not in methods:
-        return Flow()
-    walk, complete = _Walk(shape, methods), False
-    with contextlib.suppress(RecursionError, _CutOff):
+    walk = _Walk(shape, workflow_methods(shape))
+    try:
         walk.start()
-        complete = True
-    return Flow(
-        tuple(walk.nodes.values()),
-        tuple(sorted(walk.edges)),
-        {place: frozenset(handles) for place, handles in walk.calls.items()},
-        walk.kinds,
-        walk.handed_on,
-        frozenset(walk.models),
-        frozenset(place for place, whole in walk.whole.items() if whole),
-        complete,
-    )
+    except (RecursionError, _CutOff):
+        walk.flow.complete = False
+    walk.flow.nodes, walk.flow.edges = [*walk.nodes.values()], sorted(walk.edges)
+    return walk.flow
 
 
 def place_of(node: ast.expr) -> Place:
@@ -175,11 +160,7 @@ class _Walk:
         self.places = {(built.line, built.column): built for built in shape.operators}
         self.nodes: dict[tuple[int, int, str], Node] = {}
         self.edges: set[Edge] = set()
-        self.calls: dict[Place, set[Handle]] = {}
-        self.kinds: dict[str, int] = {}
-        self.handed_on: dict[Handle, int] = {}
-        self.models: set[str] = set()
-        self.whole: dict[Place, bool] = {}
+        self.flow = Flow()
         self.loops: tuple[Loop, ...] = ()
         self.conditions: frozenset[int] = frozenset()
         self.stops: frozenset[int] = frozenset()
@@ -190,7 +171,8 @@ class _Walk:
         self.returned: list[_Value] = []
 
     def start(self) -> None:
-        assert self.shape.tree is not None
+        if self.shape.tree is None or "__call__" not in self.methods:
+            return
         functions = [node for node in self.shape.tree.body if isinstance(node, Function)]
         env: _Env = {node.name: _Value(functions=(node,)) for node in functions}
         if "__init__" in self.methods:
@@ -217,7 +199,6 @@ class _Walk:
             vars(self).update(before)
 
     def tested(self, test: ast.expr, env: _Env) -> frozenset[int]:
-        """The results that a test reads; not the problem."""
         return self.value(test, env).sources - {PROBLEM}
 
     def connect(self, sources: Iterable[int], target: int, kind: str = "data") -> None:
@@ -248,14 +229,21 @@ class _Walk:
 
     def statement(self, node: ast.stmt, env: _Env) -> None:
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-            self.assignment(node, env)
+            value = self.value(node.value, env)
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                self.assign(target, value, env, add=isinstance(node, ast.AugAssign))
+                name, items = _name(target), node.value
+                if isinstance(items, ast.Dict) and name is not None:
+                    for key, held in zip(items.keys, items.values, strict=True):
+                        if isinstance(key, ast.Constant):
+                            env[f"{name}[{key.value!r}]"] = self.value(held, env)
         elif isinstance(node, ast.Return):
             answer = node.value
             if isinstance(answer, ast.Tuple) and len(answer.elts) == 2:  # `return answer, cost`
                 answer = answer.elts[0]
-            self.returned.append(self.value(answer, env))
+            self.returned.append(value := self.value(answer, env))
             if answer is not None:
-                self.note_whole(answer, self.returned[-1])
+                self.note_whole(answer, value)
         elif isinstance(node, ast.If):
             self.branch(node.test, [node.body, node.orelse], env)
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
@@ -318,16 +306,6 @@ class _Walk:
                 self.block(node.body, env)
                 env |= _merged([before, env])
 
-    def assignment(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign, env: _Env) -> None:
-        value = self.value(node.value, env)
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            self.assign(target, value, env, add=isinstance(node, ast.AugAssign))
-            name = _name(target)
-            if isinstance(node.value, ast.Dict) and name is not None:
-                for key, held in zip(node.value.keys, node.value.values, strict=True):
-                    if isinstance(key, ast.Constant):
-                        env[f"{name}[{key.value!r}]"] = self.value(held, env)
-
     def assign(self, target: ast.expr, value: _Value, env: _Env, add: bool = False) -> None:
         if isinstance(target, (ast.Tuple, ast.List)):
             for part in target.elts:
@@ -349,11 +327,11 @@ class _Walk:
             del env[inner]
         env[name] = value
         if value.handles == {(MODEL, "")}:
-            self.models.add(name)
+            self.flow.models.add(name)
 
     def note_whole(self, node: ast.expr, value: _Value) -> None:
-        place = place_of(node)
-        self.whole[place] = value.whole and self.whole.get(place, True)
+        whole = self.flow.whole
+        whole[place_of(node)] = value.whole and whole.get(place_of(node), True)
 
     # Expressions
 
@@ -399,7 +377,6 @@ class _Walk:
             return env[name]
         kind = self.shape.operator_class(node)
         if kind is not None:
-            self.kinds.setdefault(kind, node.lineno)
             return _Value(kinds=frozenset({kind}))
         if isinstance(node, ast.Name):
             return _Value(workflow=True) if node.id == "self" else _NOTHING
@@ -428,9 +405,15 @@ class _Walk:
         arguments = _join(*given, *named.values())
         if called == "getattr" and len(node.args) > 1:
             arguments = _join(arguments, self.looked_up(node, env))
-        target, is_call_of_handle = self.called(node.func, env)
-        if target.handles and is_call_of_handle:
-            self.calls.setdefault(place_of(node), set()).update(target.handles)
+        func, is_handle = node.func, True  # whether a handle itself is called, not its method
+        if isinstance(func, ast.Attribute) and func.attr in ("aask", "__call__"):
+            func = func.value
+        elif isinstance(func, ast.Attribute):
+            is_handle = _name(func) in env or not self.value(func.value, env).handles
+        target = self.value(func, env)
+        if target.handles and is_handle:
+            place, calls = place_of(node), self.flow.calls
+            calls[place] = calls.get(place, frozenset()) | target.handles
             for argument, value in zip(node.args, given, strict=True):
                 self.note_whole(argument, value)
             for word in node.keywords:
@@ -455,18 +438,9 @@ class _Walk:
             return _join(*followed, *passed)
         if called not in _KEEPING:
             for handle in arguments.handles:
-                self.handed_on.setdefault(handle, node.lineno)
+                self.flow.handed_on.setdefault(handle, node.lineno)
         # Whatever an unknown function returns may hold what it was given.
         return _join(target, arguments, *passed).part(functions=())
-
-    def called(self, func: ast.expr, env: _Env) -> tuple[_Value, bool]:
-        """What a call calls, and whether that is a handle itself, not one of its methods."""
-        if not isinstance(func, ast.Attribute):
-            return self.value(func, env), True
-        if func.attr in ("aask", "__call__"):  # `self.llm.aask(...)` is a call of the model too
-            return self.value(func.value, env), True
-        is_method = _name(func) not in env and bool(self.value(func.value, env).handles)
-        return self.value(func, env), not is_method
 
     def looked_up(self, node: ast.Call, env: _Env) -> _Value:
         """`getattr(prompt_custom, "NAME", ...)`, `getattr(self, "solve")`."""

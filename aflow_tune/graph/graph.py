@@ -23,9 +23,8 @@ from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.graph import inside
-from aflow_tune.graph.broker import Broker, GraphLimits
 from aflow_tune.graph.flow import Flow, trace_flow
-from aflow_tune.graph.run import GraphRun, run_graph
+from aflow_tune.graph.run import Broker, GraphLimits, GraphRun, run_graph
 from aflow_tune.graph.scoreflow import translated
 from aflow_tune.graph.shape import MAX_SOURCE_CHARS, Shape, examine
 from aflow_tune.models import as_client
@@ -62,15 +61,14 @@ class Graph:
     operators: Mapping[str, type[Operator]] = field(default_factory=dict)
     """Operators of the user's that it may name, besides those of the registry."""
     instructions: Mapping[str, str] = field(default_factory=dict)
-    """Words for an operator's instance, or for all instances of an operator that have none of
-    their own, without placeholders: see `told` and `aflow_tune.writer`. Its code reads them as
-    `self.prompts["name"]` (an empty text for a name without one) and as `prompt_custom.name`. An
-    operator gets them as its argument `instruction` where its call has one and the code leaves it
-    empty; else they stand in front of its main prompt."""
+    """Words without placeholders, by an operator's instance or for all instances of an operator
+    that have none of their own. Its code reads them as `self.prompts["name"]` (empty for a name
+    without) and `prompt_custom.name`. An operator gets them as its argument `instruction` where its
+    call has one and the code leaves it empty; else they stand in front of its main prompt."""
 
     @property
     def known(self) -> dict[str, type[Operator]]:
-        """Every operator that it may name."""
+        """Every operator that it may name, by name."""
         return {**OPERATORS, **self.operators}
 
     @functools.cached_property
@@ -86,11 +84,9 @@ class Graph:
 
     @functools.cached_property
     def told(self) -> dict[str, str]:
-        """`instructions` as they are used: also under each instance and operator that they mean.
-
-        The name of an instance means it alone. Any other is compared as `bare` has it, so that
-        `custom` and `operator.Custom` mean every `Custom` without words of its own.
-        """
+        """`instructions` also under each instance and operator that they mean. An instance's name
+        means it alone; any other is compared as `bare` has it, so that `custom` and
+        `operator.Custom` mean every `Custom` without words of its own."""
         instances = self.shape.instances
         meant = {
             bare(name): text for name, text in self.instructions.items() if name not in instances
@@ -178,8 +174,7 @@ class Graph:
                 without a client.
         """
         offered = {POLICY: as_client(model), **(clients or {})}
-        unknown = sorted(set((models or {}).values()) - set(offered))
-        if unknown:
+        if unknown := sorted(set((models or {}).values()) - set(offered)):
             raise BadInput(f"{self.label}: no client for the role {', '.join(unknown)}")
         arguments = [problem]
         if entry_point is not None and len(self.shape.parameters) > 1:
@@ -194,10 +189,10 @@ class Graph:
             limits=limits or GraphLimits(),
             instructions=self.told,
         )
-        built = self.shape.operators
+        sites = {f"{item.line}:{item.column}": item.instance for item in self.shape.operators}
         setup = {
             "operators": sorted(self.known),
-            "sites": {f"{item.line}:{item.column}": item.instance for item in built},
+            "sites": sites,
             "prompts": self.constants,
             "instructions": self.told,
             "dataset": dataset or self.dataset or DEFAULT_DATASET,
@@ -205,8 +200,9 @@ class Graph:
             "arguments": arguments,
             "files": sorted(self.sources),
         }
-        policy = None if self.trust else sandbox
-        return await run_graph(self.label, self.sources, setup, broker, policy)
+        return await run_graph(
+            self.label, self.sources, setup, broker, None if self.trust else sandbox
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # What is derived is derived again where the graph arrives.
@@ -220,15 +216,7 @@ def load_graph(
     trust: bool = False,
     operators: Mapping[str, type[Operator]] | None = None,
 ) -> Graph:
-    """Load a graph from our form or from a `round_N` folder of AFlow. Runs none of it.
-
-    Args:
-        trust: True: its code will run in this process, with your rights.
-        operators: of the user's, by name, that it may use besides those of the registry.
-
-    Raises:
-        BadInput: with every fault that would keep the graph from running.
-    """
+    """As `read_graph`; `BadInput` with every fault that would keep the graph from running."""
     graph = read_graph(path, trust=trust, operators=operators)
     faults = [*graph.shape.faults, *graph.prompt_faults()]
     if faults:
@@ -242,7 +230,12 @@ def read_graph(
     trust: bool = False,
     operators: Mapping[str, type[Operator]] | None = None,
 ) -> Graph:
-    """Load a graph that may be faulty, to be shown: see `Graph.shape.faults`.
+    """Load a graph from our form or from a `round_N` folder of AFlow. Runs none of it. It may be
+    faulty: see `Graph.shape.faults`.
+
+    Args:
+        trust: True: its code will run in this process, with your rights.
+        operators: of the user's, by name, that it may use besides those of the registry.
 
     Raises:
         BadInput: there is no graph, or its files cannot be read.
@@ -252,7 +245,7 @@ def read_graph(
         folder = folder.parent
     label = str(folder)
     if not (folder / inside.GRAPH_FILE).is_file():
-        found = "no such folder" if not folder.is_dir() else f"a folder without {inside.GRAPH_FILE}"
+        found = f"no {inside.GRAPH_FILE} in it" if folder.is_dir() else "no such folder"
         fix = "name a folder with graph.py and prompts.json, or a round_N folder of AFlow"
         raise BadInput.of(f"There is no graph at {path}.", label, "a graph", found, fix)
     template = folder / "template"
@@ -285,27 +278,26 @@ def read_graph(
     if not number or not resolved.parent.name.startswith("workflows"):
         named = re.search(r"import\s+[\w.]*?(\w+)\.workflows\w*\.", source)
         dataset, number = named and named[1], re.search(r"\.round_(\d+)\.prompt\b", source)
-    own = dict(operators or {})
-    return Graph(label, sources, prompts, dataset, number and int(number[1]), trust, own)
+    round_number = number and int(number[1])
+    return Graph(label, sources, prompts, dataset, round_number, trust, dict(operators or {}))
 
 
 def _text(path: Path, label: str, faults: list[Fault]) -> str | None:
     if not path.is_file():
         return None
-    if path.is_symlink():
-        # A graph from elsewhere could point at a file of yours and have it sent to a model.
-        found = f"a link to {path.readlink()}"
-        faults.append(Fault(label, "a file", found, "put the file itself there"))
-        return None
-    if path.stat().st_size > 4 * MAX_SOURCE_CHARS:
-        expected = f"a file of at most {MAX_SOURCE_CHARS} characters"
-        faults.append(Fault(label, expected, f"{path.stat().st_size} bytes", "shorten it"))
-        return None
     try:
-        return path.read_text(encoding="utf-8-sig")
+        if path.is_symlink():
+            # A graph from elsewhere could point at a file of yours and have it sent to a model.
+            found = f"a link to {path.readlink()}"
+        elif path.stat().st_size > 4 * MAX_SOURCE_CHARS:
+            found = f"{path.stat().st_size} bytes"
+        else:
+            return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        faults.append(Fault(label, "a readable file in UTF-8", str(error), "correct the file"))
-        return None
+        found = str(error)
+    expected = f"a file, no link, of at most {MAX_SOURCE_CHARS} characters in UTF-8"
+    faults.append(Fault(label, expected, found, "put such a file there"))
+    return None
 
 
 def _checked_prompts(given: Any, where: str) -> tuple[dict[str, PromptText], list[Fault]]:

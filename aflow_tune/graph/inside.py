@@ -8,7 +8,7 @@ graph imports is Python's own.
 This file is the whole program in the sandbox, where nothing of this project is installed, and
 is imported for trusted graphs and by the static check: it needs the standard library only. It
 guards nothing: what the graph's code may do is decided by the sandbox around the process and by
-`broker.py`, which believes no message.
+`run.py`, which believes no message.
 """
 
 from __future__ import annotations
@@ -85,10 +85,8 @@ class LLMConfig:
     """What a graph gets as `llm_config`. The parent decides what it stands for."""
 
     def __init__(self, config: Any = None) -> None:
-        values = dict(config) if isinstance(config, dict) else {}
-        self.model = values.get("model", "policy")
-        self.temperature = values.get("temperature", 1)
-        self.top_p = values.get("top_p", 1)
+        self.model, self.temperature, self.top_p = "policy", 1, 1
+        vars(self).update(config if isinstance(config, dict) else {})
 
 
 class Usage:
@@ -195,10 +193,7 @@ class Instructions(dict[str, str]):
 
 
 def instruct(workflow: Any, given: dict[str, str]) -> None:
-    """Put the instructions into `prompts` of a workflow, or of its class.
-
-    What its code has put there under other names stays; what is no dict is left alone.
-    """
+    """Put the instructions into `prompts` of a workflow or its class, beside what is there."""
     own = getattr(workflow, "prompts", None)
     if own is None or (given and isinstance(own, dict)):
         try:
@@ -214,13 +209,13 @@ class _Log:
         return lambda *_, **__: None
 
 
-_numbers = itertools.count()
-
-
 def _module(name: str, **names: Any) -> types.ModuleType:
     module = types.ModuleType(name)
     vars(module).update(names)
     return module
+
+
+_numbers = itertools.count()
 
 
 class Modules:
@@ -233,6 +228,7 @@ class Modules:
     def __init__(self, setup: dict[str, Any], sources: dict[str, str], send: Any) -> None:
         self._number = next(_numbers)
         self._sources, self._send, self._sites = sources, send, setup["sites"]
+        self._loaded: list[str] = []
         self._built: dict[str, int] = {}
         self._packages: dict[str, types.ModuleType] = {}
         kinds = {
@@ -244,11 +240,10 @@ class Modules:
             return Model(self.request, config)
 
         dataset: Any = Literal[setup["dataset"]]
+        model = {"create_llm_instance": create, "AsyncLLM": create, "LLMConfig": LLMConfig}
         self._shims = {
             "operator": _module("operator", **kinds),
-            "model": _module(
-                "model", create_llm_instance=create, AsyncLLM=create, LLMConfig=LLMConfig
-            ),
+            "model": _module("model", **model),
             "dataset": _module("dataset", DatasetType=dataset),
             "cost": _module("cost", CostManager=Usage),
             "log": _module("log", logger=_Log()),
@@ -256,9 +251,7 @@ class Modules:
         if TEMPLATE_PROMPT_FILE in sources:
             self._shims["template prompt"] = self._load(TEMPLATE_PROMPT_FILE)
         prompts = self._load(PROMPT_FILE) if PROMPT_FILE in sources else _module("prompt")
-        for name, text in setup["instructions"].items():
-            vars(prompts).setdefault(name, text)
-        vars(prompts).update(setup["prompts"])
+        vars(prompts).update({**setup["instructions"], **vars(prompts), **setup["prompts"]})
         self._shims["prompt"] = prompts
         # AFlow's optimizer promises these names without an import.
         self.graph = self._load(
@@ -269,21 +262,20 @@ class Modules:
             DatasetType=dataset,
         )
 
-    def _module_name(self, file: str) -> str:
-        return f"aflow_graph_{self._number}_{file.removesuffix('.py')}"
-
     def _load(self, file: str, **names: Any) -> types.ModuleType:
         label = f"<graph {self._number}>/{file}"
-        module = _module(self._module_name(file), **names, __file__=label, __package__="")
+        name = f"aflow_graph_{self._number}_{file.removesuffix('.py')}"
+        module = _module(name, **names, __file__=label, __package__="")
         vars(module)["__builtins__"] = {**vars(builtins), "__import__": self.import_}
-        sys.modules[module.__name__] = module  # dataclasses look their module up by its name
+        sys.modules[name] = module  # dataclasses look their module up by its name
+        self._loaded.append(name)
         exec(compile(self._sources[file], label, "exec"), vars(module))
         return module
 
     def close(self) -> None:
         """Forget the modules, so that many runs in one process leave nothing behind."""
-        for file in self._sources:
-            sys.modules.pop(self._module_name(file), None)
+        for name in self._loaded:
+            sys.modules.pop(name, None)
 
     async def request(self, message: dict[str, Any]) -> dict[str, Any]:
         reply = await self._send(message)
@@ -307,12 +299,7 @@ class Modules:
         return f"{kind.lower()}_{count}"
 
     def import_(
-        self,
-        name: str,
-        globals: Any = None,
-        locals: Any = None,
-        fromlist: Any = (),
-        level: int = 0,
+        self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
     ) -> Any:
         module = absolute(name, level)
         kind = shim_of(module)
@@ -355,13 +342,13 @@ async def run(
         setup: `operators` (names), `sites` (`line:column` of the operators built in graph.py to
             their names), `prompts` (constants that win over prompt.py), `instructions` (by
             instance), `dataset`, `model` and `arguments`, which are passed in order.
-        sources: graph.py, and prompt.py and op_prompt.py where there are any.
+        sources: the graph's files by name.
         send: takes a message, returns the reply.
         built: called when the workflow has been constructed.
 
     Returns:
-        `{"end": "answer", "answer": ...}`, or `{"end": "raised", "kind", "text", "place"}`
-        where `place` is `file:line` in the graph's files, or empty.
+        `{"end": "answer", "answer"}`, or `{"end": "raised", "kind", "text", "place"}`; `place` is
+        `file:line` in the graph's files, or empty.
     """
     modules = None
     try:

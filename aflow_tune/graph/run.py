@@ -2,25 +2,41 @@
 
 In the sandbox the program is `inside.py`, loaded in advance, with the graph's files beside it.
 Each call arrives as a message, is served in a task of its own (so that `asyncio.gather` in there
-is concurrency out here, and each call keeps its attribution), and is answered by its number.
-Whatever the program does, the run ends within its time and its number of calls, and how it ended
-is data. The calls themselves are made in `broker.py`.
+is concurrency out here) and answered by its number. Whatever the program does, the run ends within
+its limits, and how it ended is data. A message comes from code that anybody may have written: the
+operator must exist, the arguments must fit its signature and be plain data of bounded size. Wrong
+arguments are answered with an error; a message that our own side can never send ends the run.
+Models, operators and keys are in this process only.
+
+The `Meter` stands between operators and models. A call of a model begins if the tokens spent, the
+most that the calls in flight may use and the most that it may use itself stay within the limit;
+else it waits for those in flight, and alone it begins while anything is left: the limit is passed
+by one call at most, which ends the run. The run's budget in money stands in front of every model.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import inspect
+import math
+import re
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from aflow_tune.context import caller
+from aflow_tune.errors import BudgetReached
 from aflow_tune.graph import inside
-from aflow_tune.graph.broker import FATAL, Broker, ForgedMessage, TooManyCalls, check_size
+from aflow_tune.models.types import Ask, Message, ModelClient, ModelError, Reply
+from aflow_tune.operators import OPERATORS, READ_OUTCOMES, Operator
+from aflow_tune.operators.prompts import MAIN, apart, use_instruction
 from aflow_tune.sandbox import Channel, ProgramEnded, detect, open_channel
-from aflow_tune.sandbox.types import Ending, Execution, Limits, SandboxUnavailable
+from aflow_tune.sandbox.types import Ending, Limits, SandboxUnavailable
 
 MAX_ANSWER_CHARS = 500_000
 MAX_MESSAGE_KB = 4096  # of one message in JSON: room for `GraphLimits.argument_chars` of any script
@@ -28,26 +44,352 @@ PROGRAM = "import aflow_preloaded\naflow_preloaded.main()\n"
 """What runs in the sandbox: `inside.py`, which is loaded there before a graph is to be run."""
 LINGER_SECONDS = 1.0  # what a program has to end after its answer; then it is killed
 TRUSTED = "trusted"  # the level of a run outside of the sandbox, because the graph is trusted
+MODEL_CALLER = "llm"  # caller of a graph's direct calls of its model
+MAX_DEPTH = 20  # of lists and objects inside each other
+MAX_INSTANCES = 200  # different operators that one run may build
+BYTES_A_TOKEN = 3  # of text whose tokens nobody counted
+COMPLETION_TOKENS = 1024  # held back for an answer whose length nothing limits
+_INSTANCE = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
+_KEYS = {
+    "operator": {"id", "call", "operator", "instance", "model", "options", "args", "kwargs"},
+    "model": {"id", "call", "model", "prompt", "system"},
+}
+"""Of a message, by its kind of call."""
+
+
+class TooManyCalls(Exception):
+    """The graph made more calls, or spent more tokens, than it may."""
+
+
+class ForgedMessage(Exception):
+    """A message that our side of the channel cannot have sent."""
+
+
+FATAL = (ForgedMessage, TooManyCalls, BudgetReached, SandboxUnavailable)
+"""What ends the run instead of being an answer to the call."""
+
+
+@dataclass(frozen=True)
+class GraphLimits:
+    """What one run of a graph may use."""
+
+    seconds: float = 180.0
+    """Wall-clock time, calls of models included."""
+    cpu_seconds: float = 30.0
+    """Processor time of the graph's own code, where it runs in the sandbox."""
+    calls: int = 100
+    """Calls of operators and of the model that the graph may make."""
+    concurrent: int = 32
+    """Of them at the same time; more wait."""
+    argument_chars: int = 500_000
+    """Characters of all the texts in one call's arguments."""
+    memory_mb: int = 256
+    model_calls: int | None = None
+    """Calls of models that operators may make, failed ones included. None: no limit."""
+    tokens: int | None = None
+    """Prompt and completion tokens of all models together. None: no limit."""
+    call_prompt_tokens: int | None = None
+    """Of the prompt of one call: by its length before, as reported after. None: no limit."""
+    call_completion_tokens: int | None = None
+    """Handed to every call as its `max_tokens`. None: the models' own."""
+    retries: int | None = None
+    """How often an operator asks again for an answer that it cannot read, where the graph does
+    not say; where it says more, this. None: as the operators and the graph say."""
+
+
+@dataclass
+class Spent:
+    """What calls of models have cost. `cost` is in US dollars, None once a price was unknown."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float | None = 0.0
+
+    def add(self, reply: Reply) -> None:
+        """Count one answer of a model."""
+        self.calls += 1
+        if reply.usage is not None:
+            self.prompt_tokens += reply.usage.prompt_tokens
+            self.completion_tokens += reply.usage.completion_tokens
+        if self.cost is not None:
+            self.cost = None if reply.cost is None else self.cost + reply.cost
+
+
+class Meter:
+    """Counts the model calls of one run against its limits. Used on one event loop."""
+
+    def __init__(self, limits: GraphLimits) -> None:
+        self.limits = limits
+        self.spent = Spent()
+        self.passed = ""
+        """Which limit was passed; empty while none was."""
+        self._begun = 0
+        self._tokens = 0
+        self._held: dict[object, int] = {}
+        self._ended = asyncio.Event()
+        """Set, and replaced, each time that a call in flight has ended."""
+
+    def check(self, passed: str = "") -> None:
+        """Raises `TooManyCalls` once a limit was passed. `passed`: says which one is now."""
+        self.passed = self.passed or passed
+        if self.passed:
+            raise TooManyCalls(self.passed)
+
+    async def ask(
+        self, client: ModelClient, messages: Sequence[Message], settings: dict[str, Any]
+    ) -> Reply:
+        """One call of a model. `TooManyCalls`: it would pass the limits, or has."""
+        limits, most = self.limits, self.limits.tokens
+        self.check()
+        if limits.model_calls is not None and self._begun >= limits.model_calls:
+            self.check(f"more than {limits.model_calls} calls of models (limit model_calls)")
+        self._begun += 1
+        self._check_prompt(-(-_bytes_of(messages) // 4), "about ")
+        if (cap := limits.call_completion_tokens) is not None:
+            settings["max_tokens"] = min(cap, settings.get("max_tokens") or cap)
+        passed, worst = f"more than {most} tokens of models (limit tokens)", 0
+        if most is not None:
+            ask = Ask(messages=messages, schema=settings.get("schema"))
+            worst = ask.most_prompt_tokens() + (settings.get("max_tokens") or COMPLETION_TOKENS)
+            while self._held and self._tokens + sum(self._held.values()) + worst > most:
+                await self._ended.wait()
+                self.check()
+            if self._tokens >= most:
+                self.check(passed)
+        self._held[token := object()] = worst
+        try:
+            reply = await client.complete(messages, **settings)
+            if (usage := reply.usage) is not None:
+                self._tokens += usage.prompt_tokens + usage.completion_tokens
+            else:
+                text = _bytes_of(messages) + len(reply.text.encode(errors="replace"))
+                self._tokens += -(-text // BYTES_A_TOKEN)
+        finally:
+            self._held.pop(token)
+            self._ended.set()
+            self._ended = asyncio.Event()
+        if most is not None and self._tokens > most:
+            self.check(passed)
+        self.spent.add(reply)
+        if usage is not None:
+            self._check_prompt(usage.prompt_tokens, "")
+        return reply
+
+    def _check_prompt(self, tokens: int, about: str) -> None:
+        most = self.limits.call_prompt_tokens
+        if most is not None and tokens > most:
+            self.check(
+                f"a prompt of {about}{tokens} tokens, more than the {most} that one call may have "
+                "(limit call_prompt_tokens)"
+            )
+
+
+def _bytes_of(messages: Sequence[Message]) -> int:
+    contents = [message.get("content") for message in messages]
+    texts = [content if isinstance(content, str) else repr(content) for content in contents]
+    return sum(len(text.encode(errors="replace")) for text in texts)
+
+
+class _Metered:
+    """A model client behind a run's meter. `spent` also adds up what its calls cost."""
+
+    def __init__(self, client: ModelClient, meter: Meter, spent: Spent) -> None:
+        self._client, self._meter, self._spent = client, meter, spent
+        self.role, self.model = client.role, client.model
+
+    async def complete(self, messages: Sequence[Message], **settings: Any) -> Reply:
+        reply = await self._meter.ask(self._client, messages, settings)
+        self._spent.add(reply)
+        return reply
+
+
+@dataclass
+class Broker:
+    """Serves the calls of one run.
+
+    `clients`: a model for each role, 'policy' among them; `roles`: by instance, operator or model
+    name which other role is used; `prompts`: of operators, by operator, instance and both;
+    `instructions`: by instance or operator, see `Graph.instructions`.
+    """
+
+    clients: Mapping[str, ModelClient]
+    roles: Mapping[str, str] = field(default_factory=dict)
+    prompts: Mapping[str, Any] = field(default_factory=dict)
+    operators: Mapping[str, type[Operator]] = field(default_factory=lambda: OPERATORS)
+    limits: GraphLimits = field(default_factory=GraphLimits)
+    instructions: Mapping[str, str] = field(default_factory=dict)
+    calls: int = 0
+    answered: int = 0
+    """Calls that gave a result."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Failed calls, by their operator's outcome or the name of their exception."""
+    built: bool = False
+    """Whether the graph's side has said that the workflow was constructed."""
+
+    def __post_init__(self) -> None:
+        self.meter = Meter(self.limits)
+        self._turns = asyncio.Semaphore(self.limits.concurrent)
+        self._seen: set[int] = set()
+        self._instances: set[str] = set()
+
+    def note_built(self) -> None:
+        """The workflow was constructed."""
+        self.built = True
+
+    def check(self, message: Any) -> None:
+        """Raises `ForgedMessage` for a message that is none of ours, `TooManyCalls` for one too
+        many."""
+        if not isinstance(message, dict):
+            raise ForgedMessage(f"a message that is no object but {type(message).__name__}")
+        number = message.get("id")
+        if type(number) is not int or number < 1 or number in self._seen:
+            raise ForgedMessage(f"a call with the number {number!r:.40}")
+        self._seen.add(number)
+        if set(message) != _KEYS.get(str(message.get("call"))):
+            raise ForgedMessage(f"a call of the form {sorted(map(str, message))!r:.120}")
+        self.count()
+
+    def count(self) -> None:
+        """Count a call. Raises `TooManyCalls`."""
+        self.calls += 1
+        if self.calls > self.limits.calls:
+            self.meter.check(f"more than {self.limits.calls} calls (limit calls)")
+
+    async def serve(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a call that `check` has let through: `{"result", "usage"}`, or
+        `{"error": [kind, text], "usage"}`. What is `FATAL` raises."""
+        spent = Spent()
+        try:
+            check_size(message, self.limits.argument_chars)
+            async with self._turns:
+                serve = self._ask if message["call"] == "model" else self._operate
+                result = await serve(message, spent)
+            self.meter.check()  # an operator may have caught it
+        except FATAL:
+            raise
+        except Exception as error:
+            self.meter.check()
+            kind = error.failure.value if isinstance(error, ModelError) else type(error).__name__
+            self.failures[kind] += 1
+            return {"error": [type(error).__name__, str(error)[:2000]], "usage": asdict(spent)}
+        self.answered += 1
+        return {"result": result, "usage": asdict(spent)}
+
+    async def _ask(self, message: Mapping[str, Any], spent: Spent) -> Any:
+        prompt, system = message["prompt"], message["system"]
+        if not isinstance(prompt, str) or not isinstance(system, str | None):
+            raise TypeError(f"a prompt is a text, not {type(prompt).__name__}")
+        client = self._client([MODEL_CALLER, _name(message["model"])], spent)
+        messages = [{"role": "system", "content": system}] if system else []
+        with caller(MODEL_CALLER):
+            return (await client.complete([*messages, {"role": "user", "content": prompt}])).text
+
+    async def _operate(self, message: Mapping[str, Any], spent: Spent) -> Any:
+        name, instance = _name(message["operator"]), _name(message["instance"])
+        options, args, kwargs = message["options"], message["args"], message["kwargs"]
+        if not (isinstance(options, dict) and isinstance(args, list) and isinstance(kwargs, dict)):
+            raise ForgedMessage("options or arguments that are no object, or no list")
+        kind = self.operators.get(name)
+        if kind is None:
+            raise ForgedMessage(f"a call of the unknown operator {name!r}")
+        if not _INSTANCE.fullmatch(instance):
+            raise ForgedMessage(f"an operator named {instance!r:.80}")
+        self._instances.add(instance)
+        if len(self._instances) > MAX_INSTANCES:
+            raise TooManyCalls(f"more than {MAX_INSTANCES} different operators")
+        client = self._client([instance, name, _name(message["model"])], spent)
+        if reserved := {"llm", "name", "prompts"} & set(options):
+            raise TypeError(f"operator.{name} does not take {', '.join(sorted(reserved))} here")
+        keys = (name, instance, f"{name}.{instance}")
+        given = [self.prompts[key] for key in keys if key in self.prompts]
+        prompts = given[-1] if given else None
+        if len(given) > 1:
+            texts = ({MAIN: item} if isinstance(item, str) else item for item in given)
+            prompts = {key: text for item in texts for key, text in item.items()}
+        operator = kind(client, name=instance, prompts=prompts, **options)
+        if (most := self.limits.retries) is not None:
+            operator.retries = min(operator.retries, most) if "retries" in options else most
+        arguments = bind(kind, args, kwargs)
+        instruction = self.instructions.get(instance, self.instructions.get(name, ""))
+        if "instruction" in arguments.signature.parameters:
+            if not arguments.arguments.get("instruction"):
+                arguments.arguments["instruction"] = apart(instruction)
+            instruction = ""
+        with use_instruction(name, instance, instruction):
+            result = await operator(*arguments.args, **arguments.kwargs)
+        if result.outcome not in READ_OUTCOMES:
+            self.failures[result.outcome.value] += 1
+        return dict(result)
+
+    def _client(self, names: Sequence[str], spent: Spent) -> ModelClient:
+        """The model of the first name that has a role; the last is the graph's own name for it."""
+        role = next((self.roles[name] for name in names if name in self.roles), names[-1])
+        if role not in self.clients:
+            raise LookupError(
+                f"the graph asks for the model {role!r}: give it a role under graph.models"
+            )
+        return _Metered(self.clients[role], self.meter, spent)
+
+
+def bind(
+    kind: type[Operator], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """Arguments of a call held against the operator's signature; `TypeError` if they do not fit.
+
+    Some of AFlow's templates give operators a `mode` that ours do without: it is dropped.
+    """
+    signature = _signature_of(kind.__call__)
+    takes_any = any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values())
+    named = dict(kwargs)
+    if "mode" not in signature.parameters and not takes_any:
+        named.pop("mode", None)
+    return signature.bind(*args, **named)
+
+
+@functools.lru_cache(maxsize=256)
+def _signature_of(call: Callable[..., Any]) -> inspect.Signature:
+    """Of an operator's call, without self."""
+    signature = inspect.signature(call)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > 200:
+        raise ForgedMessage(f"a name that is {value!r:.40}")
+    return value
+
+
+def check_size(value: Any, most: int) -> None:
+    """Raises `ForgedMessage` for data that is nested too deeply, `ValueError` for more than `most`
+    characters in all its texts or a number that is not finite."""
+    total, pending = 0, [(value, 0)]
+    while pending:
+        item, depth = pending.pop()
+        if depth > MAX_DEPTH:
+            raise ForgedMessage("data nested too deeply")
+        if isinstance(item, float) and not math.isfinite(item):
+            raise ValueError(f"a number that is {item}")
+        total += len(item) if isinstance(item, (str, list)) else 0
+        if isinstance(item, (list, dict)):
+            parts = item if isinstance(item, list) else [*item, *item.values()]
+            pending += [(part, depth + 1) for part in parts]
+        if total > most:
+            raise ValueError(f"more than {most} characters of text")
 
 
 class GraphEnding(StrEnum):
     """How a run of a graph ended. The value is its word in traces and metrics."""
 
     ANSWERED = "answered"
-    NO_ANSWER = "no_answer"
-    """It returned None or an empty text."""
-    RAISED = "raised"
-    """The graph's code raised an exception."""
+    NO_ANSWER = "no_answer"  # it returned None or an empty text
+    RAISED = "raised"  # by the graph's code
     TIMED_OUT = "timed_out"
     OUT_OF_MEMORY = "out_of_memory"
-    TOO_MANY_CALLS = "too_many_calls"
-    """A limit of `GraphLimits` on calls or tokens is passed; the reason names it."""
-    DIED = "died"
-    """Its process ended without an answer."""
-    FORGED = "forged_message"
-    """It sent what a graph cannot send: code that works against the channel."""
-    SANDBOX_UNAVAILABLE = "sandbox_unavailable"
-    """Nothing was run, or an operator could not run its program: there is no sandbox here."""
+    TOO_MANY_CALLS = "too_many_calls"  # or tokens: a limit of `GraphLimits`, which the reason names
+    DIED = "died"  # its process ended without an answer
+    FORGED = "forged_message"  # it sent what a graph cannot send: it works against the channel
+    SANDBOX_UNAVAILABLE = "sandbox_unavailable"  # for the graph or for an operator's program
 
 
 @dataclass(frozen=True)
@@ -95,12 +437,10 @@ class GraphRun:
         """
         if not isinstance(self.answer, (dict, list)):
             return self
-        found = "a list"
-        if isinstance(self.answer, dict):
-            found = f"a dict with {', '.join(map(repr, self.answer)) or 'nothing in it'}"
         reason = (
-            f"TypeError: the workflow returned {found[:200]}, not the text of its answer; write "
-            'for example: return solution["response"], cost'
+            f"TypeError: the workflow returned a {type(self.answer).__name__}, "
+            f"{self.answer!r:.120}, not the text of its answer; write for example: "
+            'return solution["response"], cost'
         )
         return replace(self, ending=GraphEnding.RAISED, answer=None, reason=reason)
 
@@ -112,23 +452,19 @@ async def run_graph(
     broker: Broker,
     policy: str | None,
 ) -> GraphRun:
-    """Run a graph once.
+    """Run a graph once. `BudgetReached`: the run's budget is used up.
 
     Args:
         label: how messages name the graph.
         sources: its files by name.
         setup: as `inside.run` takes it.
-        policy: of the sandbox, as `aflow_tune.sandbox.run_program` takes it; None: the graph is
-            trusted and runs in this process.
-
-    Raises:
-        BudgetReached: the run's budget is used up.
+        policy: of the sandbox; None: the graph is trusted and runs in this process.
     """
     started = time.monotonic()
     try:
         async with asyncio.timeout(broker.limits.seconds):
             if policy is None:
-                run = await _trusted(label, sources, setup, broker)
+                run = _ended(label, await _trusted(sources, setup, broker))
             else:
                 run = await _sandboxed(label, sources, setup, broker, policy)
     except TimeoutError:
@@ -144,14 +480,15 @@ async def run_graph(
         # It was killed before it could say; the backend that this process uses is known by now.
         found = await asyncio.to_thread(detect, policy or "auto")
         level = found.level.value if found.level is not None else ""
+    spent = broker.meter.spent
     return replace(
         run,
         calls=broker.calls,
         answered=broker.answered,
-        model_calls=broker.meter.spent.calls,
-        prompt_tokens=broker.meter.spent.prompt_tokens,
-        completion_tokens=broker.meter.spent.completion_tokens,
-        cost=broker.meter.spent.cost,
+        model_calls=spent.calls,
+        prompt_tokens=spent.prompt_tokens,
+        completion_tokens=spent.completion_tokens,
+        cost=spent.cost,
         failures=dict(broker.failures),
         level=level,
         seconds=time.monotonic() - started,
@@ -160,8 +497,8 @@ async def run_graph(
 
 
 async def _trusted(
-    label: str, sources: Mapping[str, str], setup: dict[str, Any], broker: Broker
-) -> GraphRun:
+    sources: Mapping[str, str], setup: dict[str, Any], broker: Broker
+) -> dict[str, Any]:
     ended: list[BaseException] = []
 
     async def send(message: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +512,7 @@ async def _trusted(
     end = await inside.run(setup, dict(sources), send, broker.note_built)
     if ended:  # the graph may have caught it
         raise ended[0]
-    return _ended(label, end)
+    return end
 
 
 async def _sandboxed(
@@ -209,7 +546,14 @@ async def _sandboxed(
         return replace(_ended(label, end), level=level)
     if execution is None:
         raise ForgedMessage("a message that says nothing")
-    return replace(_died(execution), level=level)
+    endings = {
+        Ending.TIMED_OUT: GraphEnding.TIMED_OUT,
+        Ending.OUT_OF_MEMORY: GraphEnding.OUT_OF_MEMORY,
+    }
+    hit = f", limits hit: {', '.join(execution.limits_hit)}" if execution.limits_hit else ""
+    reason = f"its process {execution.ending.value} (exit code {execution.exit_code}{hit})"
+    reason = ": ".join(filter(None, [reason, execution.stderr.strip()[-500:]]))
+    return GraphRun(endings.get(execution.ending, GraphEnding.DIED), reason=reason, level=level)
 
 
 async def _converse(channel: Channel, broker: Broker) -> dict[str, Any] | None:
@@ -283,15 +627,3 @@ def _ended(label: str, end: Mapping[str, Any]) -> GraphRun:
         found = "None" if answer is None else "an empty text"
         return GraphRun(GraphEnding.NO_ANSWER, reason=f"{label}: it returned {found}")
     return GraphRun(GraphEnding.ANSWERED, answer)
-
-
-def _died(execution: Execution) -> GraphRun:
-    endings = {
-        Ending.TIMED_OUT: GraphEnding.TIMED_OUT,
-        Ending.OUT_OF_MEMORY: GraphEnding.OUT_OF_MEMORY,
-    }
-    last = execution.stderr.strip()[-500:]
-    hit = f", limits hit: {', '.join(execution.limits_hit)}" if execution.limits_hit else ""
-    reason = f"its process {execution.ending.value} (exit code {execution.exit_code}{hit})"
-    ending = endings.get(execution.ending, GraphEnding.DIED)
-    return GraphRun(ending, reason=f"{reason}: {last}" if last else reason)

@@ -1,20 +1,18 @@
 """A graph written back as a `round_N` folder that AFlow runs: graph.py, prompt.py, __init__.py.
 
-The code keeps its text, but for the import lines (written anew for the folder's data set and
-round), the texts of prompts (written into prompt.py), instructions, which AFlow does not know (they
-become constants that the code hands over), and calls that AFlow's template of the data set does not
-take: an argument that AFlow demands gets the value that it has here, one that AFlow does not know
-is left out, which is noted. What would fail in AFlow wherever it is reached is a fault, with its
-line; what may fail, because it cannot be told which operator a call reaches, is a note.
-
-AFlow reads prompts of operators from its own template and nowhere else: such prompts are kept
-beside graph.py in prompts.json, which we read and AFlow does not, and are named in what
-`save_round` returns. Nothing is imported or run.
+The code keeps its text, but for import lines (written anew), prompts (written into prompt.py),
+instructions (constants that the code hands over, as AFlow does not know them), and calls that
+AFlow's template of the data set does not take: an argument that AFlow demands gets the value that
+it has here, one that AFlow does not know is left out, which is noted. What would fail in AFlow
+wherever it is reached is a fault with its line; what may fail is a note. Prompts of operators,
+which AFlow reads from its template alone, are kept in prompts.json beside it, which only we read.
+Nothing is imported or run.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import json
 import keyword
@@ -26,31 +24,25 @@ from pathlib import Path
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.files import write_whole
 from aflow_tune.graph import inside
-from aflow_tune.graph.flow import MODEL, place_of
+from aflow_tune.graph.flow import place_of
 from aflow_tune.graph.graph import PROMPTS_FILE, Graph
 from aflow_tune.graph.shape import Edit, Function, edited, parse, workflow_methods
 from aflow_tune.operators.prompts import APART, MAIN, apart, own_text, with_instruction
 
-_HEADERS = {
-    "AFlow": """\
-from typing import Literal
+_HEADER = """\
 import workspace.{dataset}.workflows.template.operator as operator
 import workspace.{dataset}.workflows.round_{round}.prompt as prompt_custom
 from scripts.async_llm import create_llm_instance
 from scripts.evaluator import DatasetType
-""",
-    "MetaGPT": """\
-from typing import Literal
-import metagpt.ext.aflow.scripts.optimized.{dataset}.workflows.template.operator as operator
-import metagpt.ext.aflow.scripts.optimized.{dataset}.workflows.round_{round}.prompt as prompt_custom
-from metagpt.provider.llm_provider_registry import create_llm_instance
-from metagpt.utils.cost_manager import CostManager
-
-DatasetType = Literal["HumanEval", "MBPP", "GSM8K", "MATH", "HotpotQA", "DROP", "{dataset}"]
-""",
-}
+"""
 _USUAL = {"operator": "operator", "prompt": "prompt_custom"}
-"""What AFlow's files call these modules."""
+"""What the header calls these modules."""
+_COST = '{}.get_usage_summary()["total_cost"]'
+_METAGPT = {"aask": "await {}(prompt)", "cost_manager": _COST} | dict.fromkeys(
+    ("call_count", "get_total_cost", "total_completion_tokens", "total_prompt_tokens"),
+    "{}.get_usage_summary()",
+)
+"""What MetaGPT's model has and AFlow's has not, with what AFlow's has instead."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,7 @@ def save_round(
     dataset: str | None = None,
     round_number: int | None = None,
 ) -> SavedRound:
-    """Write a graph as a round of AFlow, in the form (AFlow's or MetaGPT's) that it has.
+    """Write a graph as a round of AFlow.
 
     Args:
         folder: to be made; AFlow finds it at `workspace/DATASET/workflows/round_N`.
@@ -84,27 +76,27 @@ def save_round(
             template of the data set does not take the graph's calls.
     """
     folder = Path(folder)
-    place = re.fullmatch(r"round_(\d+)", folder.resolve().name)
-    if place:
+    workflows = folder.resolve().parent
+    if place := re.fullmatch(r"round_(\d+)", folder.resolve().name):
         round_number = int(place[1]) if round_number is None else round_number
-        if folder.resolve().parent.name.startswith("workflows"):
-            dataset = dataset or folder.resolve().parent.parent.name
-    dataset = dataset or graph.dataset
+        if workflows.name.startswith("workflows"):
+            dataset = dataset or workflows.parent.name
+    dataset = dataset or graph.dataset or ""
     round_number = graph.round if round_number is None else round_number
     faults = []
     if (folder / inside.GRAPH_FILE).exists():
         found = f"{folder / inside.GRAPH_FILE} exists"
         faults.append(Fault(str(folder), "a folder without a graph", found, "name another round"))
-    if dataset is None or not re.fullmatch(r"[A-Za-z_]\w*", dataset):
+    if not re.fullmatch(r"[A-Za-z_]\w*", dataset):
         fix = "write to .../DATASET/workflows/round_N, or name the data set"
         faults.append(Fault(str(folder), "the name of a data set", repr(dataset), fix))
     if round_number is None:
         fix = "name the folder round_N, or give the round"
         faults.append(Fault(str(folder), "the number of the round", "none", fix))
-    if faults or dataset is None:
+    if faults:
         raise BadInput("The graph cannot be written there.", faults)
 
-    template = template_of(dataset, folder.resolve().parent)
+    template = template_of(dataset, workflows)
     fitted = _Fitted(graph, template)
     if fitted.faults:
         raise BadInput(f"AFlow would fail on this round of {dataset}.", fitted.faults)
@@ -113,11 +105,12 @@ def save_round(
             f"{dataset} has no template of AFlow's that is known here or lies at "
             f"{folder.parent / 'template'}: its calls were not checked"
         )
-    body, future = _body(fitted)
-    header = _HEADERS[fitted.whose].format(dataset=dataset, round=round_number)
+    edits = [*fitted.edits, *_outermost(fitted.tree, fitted.changed)]
+    body = re.sub(r"\n{4,}", "\n\n\n", edited(fitted.source, edits)).strip("\n")
+    header = _HEADER.format(dataset=dataset, round=round_number)
     prompts = graph.sources.get(inside.PROMPT_FILE, "")
     texts = {
-        inside.GRAPH_FILE: f"{future}{header}\n{body}",
+        inside.GRAPH_FILE: f"{fitted.future}{header}\n{body}\n",
         inside.PROMPT_FILE: _prompt_source(prompts, {**fitted.constants, **graph.constants}),
         "__init__.py": "",
     }
@@ -131,57 +124,11 @@ def save_round(
     return SavedRound(folder, files, only_here, tuple(dict.fromkeys(fitted.notes)))
 
 
-# The texts of the files
-
-
 def _tree(source: str, name: str) -> ast.Module:
     tree, faults = parse(source, name)
     if tree is None:
         raise BadInput(f"{name} cannot be read.", faults)
     return tree
-
-
-def _body(fitted: _Fitted) -> tuple[str, str]:
-    """graph.py with what was fitted and without what the header brings, and the `__future__` lines
-    that go before it."""
-    tree = _tree(fitted.source, inside.GRAPH_FILE)
-    future, edits = "", [*fitted.edits, *_outermost(fitted.tree, fitted.changed)]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
-            future += f"{ast.unparse(node)}\n"
-            edits.append((node, ""))
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            if ast.unparse(node) == "from typing import Literal":
-                edits.append((node, ""))
-            elif (names := _rebound(node)) is not None:
-                edits.append((node, "; ".join(names)))
-    for statement in tree.body:
-        targets = statement.targets if isinstance(statement, ast.Assign) else []
-        if [getattr(target, "id", "") for target in targets] == ["DatasetType"]:
-            edits.append((statement, ""))
-    body = re.sub(r"\n{4,}", "\n\n\n", edited(fitted.source, edits))
-    return body.strip("\n") + "\n", future
-
-
-def _rebound(node: ast.Import | ast.ImportFrom) -> list[str] | None:
-    """What an import of AFlow's becomes under the header; None to keep it."""
-    statements = []
-    for alias in node.names:
-        if isinstance(node, ast.Import):
-            usual = _USUAL.get(inside.shim_of(alias.name) or "") if alias.asname else None
-        else:
-            module = inside.absolute(node.module or "", node.level)
-            kind = inside.shim_of(module)
-            inner = inside.shim_of(f"{module}.{alias.name}") if kind is None else None
-            usual = _USUAL.get(inner or "")
-            if kind in ("model", "dataset", "cost") and alias.asname is None:
-                usual = alias.name  # the header imports it
-            elif kind in _USUAL and alias.name != "*":
-                usual = f"{_USUAL[kind]}.{alias.name}"
-        if usual is None:
-            return None
-        statements.append((alias.asname or alias.name, usual))
-    return [f"{name} = {usual}" for name, usual in statements if name != usual]
 
 
 def _outermost(node: ast.AST, changed: Collection[int]) -> Iterator[Edit]:
@@ -282,7 +229,7 @@ def template_of(dataset: str, workflows: Path) -> Template | None:
 def _operators(tree: ast.Module) -> dict[str, tuple[inspect.Signature, inspect.Signature]]:
     """The operators of a template's file: its classes that can be called."""
     found = {}
-    usual = _signature(ast.parse("lambda self, llm, name=None: 0", mode="eval").body.args)  # type: ignore[attr-defined]
+    usual = inspect.signature(lambda llm, name=None: None)
     for node in tree.body:
         body = node.body if isinstance(node, ast.ClassDef) else []
         members = {item.name: _signature(item.args) for item in body if isinstance(item, Function)}
@@ -293,37 +240,16 @@ def _operators(tree: ast.Module) -> dict[str, tuple[inspect.Signature, inspect.S
 
 def _signature(arguments: ast.arguments) -> inspect.Signature:
     """The signature of a method, without self. A default is only known to be there."""
-    kind = inspect.Parameter
-    plain = [*arguments.posonlyargs, *arguments.args]
-    defaults = [kind.empty] * (len(plain) - len(arguments.defaults)) + [None] * len(plain)
-    made = [
-        kind(item.arg, kind.POSITIONAL_OR_KEYWORD, default=default)
-        for item, default in zip(plain, defaults)  # noqa: B905
-    ][1:]
-    if arguments.vararg:
-        made.append(kind(arguments.vararg.arg, kind.VAR_POSITIONAL))
-    made += [
-        kind(item.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else None)
-        for item, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    ]
-    if arguments.kwarg:
-        made.append(kind(arguments.kwarg.arg, kind.VAR_KEYWORD))
-    return inspect.Signature(made)
-
-
-# The code
-
-_MODEL_OF = {
-    "AFlow": frozenset({"aclient", "call_with_format", "config", "get_usage_summary", "sys_msg",
-                        "usage_tracker"}),
-    "MetaGPT": frozenset({"aask", "config", "cost_manager"}),
-}  # fmt: skip
-"""What the models of AFlow and of MetaGPT have of what ours offers."""
-_TRACKED = frozenset({"get_summary", "total_cost", "usage_history"})  # of `usage_tracker`
-_COST = {
-    "AFlow": '{model}.get_usage_summary()["total_cost"]',
-    "MetaGPT": "{model}.cost_manager.total_cost",
-}
+    bare = copy.deepcopy(arguments)
+    for item in ast.walk(bare):
+        if isinstance(item, ast.arg):
+            item.annotation = None
+    bare.defaults = [ast.Constant(None) for _ in bare.defaults]
+    bare.kw_defaults = [default and ast.Constant(None) for default in bare.kw_defaults]
+    # Names alone are left of it: nothing of the file is evaluated.
+    expression = ast.fix_missing_locations(ast.Expression(ast.Lambda(bare, ast.Constant(None))))
+    signature = inspect.signature(eval(compile(expression, "template", "eval"), {}))
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 class _Fitted:
@@ -336,43 +262,43 @@ class _Fitted:
         lost: instances whose calls could not be told, so that their instruction may not reach them.
         changed: ids of nodes of the tree that were changed.
         edits: other texts for nodes that are no expressions.
+        future: its imports from `__future__`, which go before the header.
     """
 
     def __init__(self, graph: Graph, template: Template | None) -> None:
         self.graph, self.template = graph, template
         self.source = graph.sources[inside.GRAPH_FILE]
-        metagpt = re.search(r"^\s*(from|import)\s+metagpt\.", self.source, re.M) is not None
-        self.whose = "MetaGPT" if metagpt else "AFlow"
         self.tree = _tree(self.source, inside.GRAPH_FILE)
         self.changed: set[int] = set()
         self.edits: list[Edit] = []
         self.faults: list[Fault] = []
         self.notes: list[str] = []
+        self.future = ""
         self._instruct()
-        self.own = {
-            node.name
-            for node in self.tree.body
-            if isinstance(node, ast.ClassDef)
-            and any(isinstance(item, Function) for item in node.body)
-        }
+        classes = [node for node in self.tree.body if isinstance(node, ast.ClassDef)]
+        self.own = {n.name for n in classes if any(isinstance(m, Function) for m in n.body)}
         """Classes of the graph's with methods of their own: what they take is theirs to say."""
-        flow = graph.flow
+        flow, shape = graph.flow, graph.shape
         if not flow.complete:
             self._note(0, "it is too large to be followed: its calls were not all checked")
         for node in ast.walk(self.tree):
             if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Load):
-                self._offered(node.lineno, graph.shape.operator_class(node))
-            if isinstance(node, ast.ImportFrom):
-                module = inside.absolute(node.module or "", node.level)
-                for alias in node.names if inside.shim_of(module) == "operator" else ():
-                    self._offered(node.lineno, alias.name)
-            if isinstance(node, ast.Attribute):
-                self._of_model(node)
+                self._offered(node.lineno, shape.operator_class(node))
+            if isinstance(node, ast.Attribute) and node.attr in _METAGPT:
+                owner = ast.unparse(node.value).removesuffix(".usage_tracker")
+                if owner in flow.models:
+                    fix = f"write `{_METAGPT[node.attr].format(owner)}`"
+                    self._fault(node.lineno, "what AFlow's model has", ast.unparse(node), fix)
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                self._imported(node)
             if isinstance(node, ast.Call):
                 self._call(node)
         self._workflow()
-        for kind, line in flow.kinds.items():
-            self._offered(line, kind)
+        refused = {fault.found for fault in self.faults}
+        for (line, *_), handles in flow.calls.items():  # those that no name tells, as by `getattr`
+            for _, operator in handles:
+                if operator and f"operator.{operator}" not in refused:
+                    self._offered(line, operator)
         for (instance, operator), line in sorted(flow.handed_on.items()):
             if template is not None and operator in template.operators:
                 what = f"{instance} ({operator}) is handed to a function that is not followed"
@@ -390,128 +316,121 @@ class _Fitted:
     def _ours(self, operator: str) -> inspect.Signature:
         return inspect.signature(self.graph.known[operator].__call__)
 
-    # Instructions become constants of prompt.py; `self.prompts` is filled from them where the code
-    # reads it, and a call that leaves its `instruction` to be filled in gets it.
-
     def _instruct(self) -> None:
-        graph, shape = self.graph, self.graph.shape
-        nodes = list(ast.walk(shape.tree or ast.Module([], [])))
-        asks = any(getattr(n, "attr", getattr(n, "value", None)) == "prompts" for n in nodes)
+        """Instructions become constants of prompt.py. `self.prompts` is filled from them where the
+        code reads it, and a call that leaves its `instruction` to be filled in gets it."""
+        graph, shape, told = self.graph, self.graph.shape, self.graph.told
+        nodes = list(ast.walk(self.tree))
         by_key = [
             str(node.slice.value)
             for node in nodes
             if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
             if _is_prompts(node.value)
         ]
-        read = {
+        used = {*by_key} | {
             node.attr
             for node in nodes
             if isinstance(node, ast.Attribute)
             and shape.modules.get(getattr(node.value, "id", "")) == "prompt"
         }
-        given = {**dict.fromkeys(by_key if asks else (), ""), **graph.told}
+        assigns = [node for node in nodes if isinstance(node, ast.Assign)]
+        assigned = any(_is_prompts(target) for node in assigns for target in node.targets)
+        fills = bool(told) or not assigned  # else it does so itself, as a round saved before
+        texts = {**dict.fromkeys(by_key, ""), **told} if fills else {}
         taken = {*shape.constants, *graph.constants}
-        names: dict[str, str] = {}
-        for name in given:
+        self.constants: dict[str, str] = {}
+        places: dict[str, str] = {}
+        for name, text in texts.items():
             free = name if name.isidentifier() and not keyword.iskeyword(name) else "PROMPT"
-            while free in {*taken, *names.values()}:
+            while free in taken:
                 free = f"{free}_INSTRUCTION"
-            names[name] = free
-        self.constants = {names[name]: text for name, text in given.items()}
-        places = {name: f"{_USUAL['prompt']}.{constant}" for name, constant in names.items()}
-        told = [
-            (name, kind, "instruction" in self._ours(kind).parameters)
-            for name, kind in shape.instances.items()
-            if name in graph.told and kind in graph.known
-        ]
-        takes = [name for name, _, has in told if has]
-        used = {*by_key, *read, *self._hand_over({name: places[name] for name in takes})}
-        init = workflow_methods(shape).get("__init__")
-        self.lost = [name for name in takes if name not in used or init is None]
-        if init is not None and asks:
-            self._fill(init, places)
-        self.prompts: dict[str, dict[str, str]] = {}
-        for name, operator, has in told:
-            prompts = graph.known[operator].asks
-            main = MAIN if MAIN in prompts else next(iter(prompts), "")
-            if not has and main and graph.told[name].strip():
-                text = own_text(graph.known[operator].__name__, main, prompts[main])
-                whole = with_instruction(text, graph.told[name], prompts[main])
-                self.prompts[name] = {main: whole}
-
-    def _hand_over(self, places: Mapping[str, str]) -> set[str]:
-        """Add `instruction=` to calls that leave it out; the instances whose calls were found."""
-        reached = set()
-        for call in [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]:
-            names = {name for name, _ in self.graph.flow.calls.get(place_of(call), ())}
-            if _open(call) or len(names) != 1 or not names <= places.keys():
+            taken.add(free)
+            self.constants[free] = text
+            places[name] = f"{_USUAL['prompt']}.{free}"
+        kinds = {name: kind for name, kind in shape.instances.items() if kind in graph.known}
+        takes = {name for name in kinds if "instruction" in self._ours(kinds[name]).parameters}
+        for call in [node for node in nodes if isinstance(node, ast.Call)]:
+            names = {name for name, _ in graph.flow.calls.get(place_of(call), ())}
+            if _open(call) or len(names) != 1 or not names <= takes & told.keys():
                 continue  # of several operators behind one call none can be told its own
             name = names.pop()
-            reached.add(name)
-            parameters = list(self._ours(self.graph.shape.instances[name]).parameters)
-            by_name = {word.arg for word in call.keywords}
-            if len(call.args) < parameters.index("instruction") and "instruction" not in by_name:
-                text = self.graph.told[name]
-                place = places[name] if apart(text) == text else f"{places[name]} + {APART!r}"
+            used.add(name)
+            before = list(self._ours(kinds[name]).parameters).index("instruction")
+            if len(call.args) < before and all(word.arg != "instruction" for word in call.keywords):
+                ends = apart(told[name]) == told[name]
+                place = places[name] if ends else f"{places[name]} + {APART!r}"
                 call.keywords.append(ast.keyword("instruction", ast.parse(place, mode="eval").body))
                 self.changed.add(id(call))
-        return reached
+        init = workflow_methods(shape).get("__init__")
+        asks = any(getattr(n, "attr", getattr(n, "value", None)) == "prompts" for n in nodes)
+        if init is not None and asks and fills:
+            self._fill(init, places)
+        self.lost = [name for name in takes & told.keys() if name not in used or init is None]
+        self.prompts: dict[str, dict[str, str]] = {}
+        for name in [name for name in kinds if name in told and name not in takes]:
+            kind = graph.known[kinds[name]]
+            main = MAIN if MAIN in kind.asks else next(iter(kind.asks), "")
+            if main and told[name].strip():
+                text = own_text(kind.__name__, main, kind.asks[main])
+                whole = with_instruction(text, told[name], kind.asks[main])
+                self.prompts[name] = {main: whole}
 
     def _fill(self, init: Function, places: Mapping[str, str]) -> None:
         """`self.prompts` in front of the constructor's first statement. The texts that were told go
         over those that the constructor itself puts there, and the others, which nobody gave, below
         them."""
-        assigned = [
-            node
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.Assign) and any(map(_is_prompts, node.targets))
-        ]
-        saved = re.compile(r"\{('(\w+)': \w+\.\2(, (?!\})|(?=\})))*\}")  # as saved rounds have it
-        if any(saved.fullmatch(ast.unparse(node.value)) for node in assigned):
-            return
         first, *rest = init.body
         is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
         first = rest[0] if rest and is_docstring else first
         own = init.args.args[0].arg if init.args.args else "self"
-        entries = [f"{name!r}: {place}" for name, place in places.items()]
+        entries = {name: f"{name!r}: {place}" for name, place in places.items()}
         indent = self.source.encode().splitlines()[first.lineno - 1][: first.col_offset].decode()
         joint = "; " if indent.strip() else f"\n{indent}"
         here = {"lineno": first.lineno, "col_offset": first.col_offset}
         nothing = ast.Pass(**here, end_lineno=first.lineno, end_col_offset=first.col_offset)
-        self.edits.append((nothing, f"{own}.prompts = {{{', '.join(entries)}}}{joint}"))
-        told = [name in self.graph.told for name in places]
-        below = [entry for entry, over in zip(entries, told, strict=True) if not over]
-        above = [entry for entry, over in zip(entries, told, strict=True) if over]
+        self.edits.append((nothing, f"{own}.prompts = {{{', '.join(entries.values())}}}{joint}"))
         for node in ast.walk(init):
             if isinstance(node, ast.Assign) and any(map(_is_prompts, node.targets)):
-                parts = [*below, f"**({ast.unparse(node.value)})", *above]
+                above = [entry for name, entry in entries.items() if name in self.graph.told]
+                parts = [*entries.values(), f"**({ast.unparse(node.value)})", *above]
                 self.edits.append((node.value, f"{{{', '.join(parts)}}}"))
 
     # What AFlow's template and its model take
 
     def _offered(self, line: int, name: str | None) -> None:
-        if self.template is not None and name not in (
-            *self.template.operators, None, "Operator", "*"
-        ):  # fmt: skip
-            names = ", ".join(self.template.operators)
-            expected = f"an operator of {self.template.where}: {names}"
+        template = self.template
+        if template and name not in (*template.operators, None, "Operator", "*"):
+            expected = f"an operator of {template.where}: {', '.join(template.operators)}"
             fix = "use one of them, or add it to that template"
             self._fault(line, expected, f"operator.{name}", fix)
 
-    def _of_model(self, node: ast.Attribute) -> None:
-        """Attributes of the model, which is another one in AFlow than in MetaGPT."""
-        owner, models = ast.unparse(node.value), self.graph.flow.models
-        if owner in models and node.attr not in _MODEL_OF[self.whose]:
-            fix = f"write `{_COST[self.whose].format(model=owner)}` for the cost"
-            if "ask" in node.attr:
-                fix = f"write `await {owner}(prompt)`"
-            expected = f"what the model has in {self.whose}"
-            self._fault(node.lineno, expected, ast.unparse(node), fix)
-        tracked = owner.removesuffix(".usage_tracker")
-        if tracked != owner and tracked in models and node.attr not in _TRACKED:
-            fix = f"write `{tracked}.get_usage_summary()`"
-            expected = f"what the model counts in {self.whose}"
-            self._fault(node.lineno, expected, ast.unparse(node), fix)
+    def _imported(self, node: ast.Import | ast.ImportFrom) -> None:
+        """Imports of what the header brings become names for it; others stay."""
+        shown, module = ast.unparse(node), ""
+        if isinstance(node, ast.ImportFrom):
+            module = inside.absolute(node.module or "", node.level)
+        if module == "__future__":
+            self.future += f"{shown}\n"
+            self.edits.append((node, ""))
+            return
+        kind, statements = inside.shim_of(module), []
+        for alias in node.names:
+            inner = inside.shim_of(f"{module}.{alias.name}".lstrip(".")) if kind is None else None
+            usual = _USUAL.get(inner or "") if module or alias.asname else None
+            if alias.name in ("create_llm_instance", "DatasetType") and kind is not None:
+                usual = alias.name
+            elif kind in _USUAL and alias.name != "*":
+                usual = f"{_USUAL[kind]}.{alias.name}"
+            if kind == "operator":
+                self._offered(node.lineno, alias.name)
+            if usual is None:
+                if "metagpt." in shown:
+                    fix = "leave it out, or write what AFlow has in its place"
+                    self._fault(node.lineno, "an import that AFlow has", shown, fix)
+                return
+            if (bound := alias.asname or alias.name) != usual:
+                statements.append(f"{bound} = {usual}")
+        self.edits.append((node, "; ".join(statements)))
 
     def _call(self, node: ast.Call) -> None:
         flow, classes = self.graph.flow, self.graph.shape.classes
@@ -522,11 +441,6 @@ class _Fitted:
                 self._adapt(node, [(built, offered[built][0], inspect.Signature())], certain=True)
             return
         handles = flow.calls.get(place_of(node), frozenset())
-        asks = isinstance(node.func, ast.Attribute) and node.func.attr == "aask"
-        if self.whose == "MetaGPT" and (MODEL, "") in handles and not asks:
-            fix = f"write `await {ast.unparse(node.func)}.aask(prompt)`"
-            expected = "a call that MetaGPT's model takes"
-            self._fault(node.lineno, expected, f"{ast.unparse(node):.80}", fix)
         operators = sorted({operator for _, operator in handles if operator})
         if operators and {*operators} <= {"Custom", "CustomCodeGenerate"}:
             self._texts(node, operators)
@@ -546,7 +460,7 @@ class _Fitted:
             if name == "instruction" and isinstance(value, ast.Constant) and value.value is None:
                 value.value = ""  # as it is here
                 self.changed.add(id(node))
-            elif place_of(value) in self.graph.flow.whole or _is_no_text(value):
+            elif self.graph.flow.whole.get(place_of(value)) or _is_no_text(value):
                 fix = "give it a text, such as one of the result's values or str(...)"
                 whose = " and ".join(operators)
                 expected = f"a text for {whose}: AFlow adds instruction and input up"
@@ -619,13 +533,13 @@ class _Fitted:
                 self._fault(line, expected, found, fix)
             else:
                 self.edits.append((last, f"{ast.unparse(last)}, entry_point"))
-        scopes = (Function, ast.Lambda, ast.ClassDef)
-        inner = [node for node in ast.walk(method) if isinstance(node, scopes)]
-        others = {part for scope in inner if scope is not method for part in ast.walk(scope)}
-        returns = [node for node in ast.walk(method) if isinstance(node, ast.Return)]
-        for node in sorted(returns, key=lambda item: item.lineno):
-            if node not in others:
+        pending: list[ast.AST] = list(method.body)
+        while pending:  # without what functions inside of it return
+            node = pending.pop(0)
+            if isinstance(node, ast.Return):
                 self._returned(node)
+            if not isinstance(node, (Function, ast.Lambda, ast.ClassDef)):
+                pending[:0] = ast.iter_child_nodes(node)
 
     def _returned(self, node: ast.Return) -> None:
         value = answer = node.value
@@ -635,23 +549,18 @@ class _Fitted:
         if value is None or answer is None or isinstance(answer, ast.Tuple):
             return  # it fails here as well
         shown = ast.unparse(node)[:80]
-        whole = place_of(answer) in self.graph.flow.whole
+        whole = self.graph.flow.whole.get(place_of(answer), False)
         if whole or (_is_no_text(answer) and not isinstance(answer, ast.Constant)):
-            fix = (
-                f"return its text, as in `{ast.unparse(answer)}[...]`"
-                if whole
-                else "return one text"
-            )
+            fix = "return one text, such as one of the result's values"
             self._fault(node.lineno, "the text of the answer", shown, fix)
         if with_cost:
             return
         if isinstance(value, (ast.Name, ast.Call, ast.Await, ast.Attribute, ast.IfExp)):
-            if not whole:
-                what = f"`{shown}` must give two values, the answer and its cost"
-                self._note(node.lineno, f"AFlow takes an answer and a cost; {what}")
+            what = f"`{shown}` must give two values, the answer and its cost"
+            self._note(node.lineno, f"AFlow takes an answer and a cost; {what}")
             return
         models = sorted(name for name in self.graph.flow.models if name.startswith("self."))
-        cost = _COST[self.whose].format(model=models[0]) if models else "0"
+        cost = _COST.format(models[0]) if models else "0"
         node.value = ast.Tuple([value, ast.parse(cost, mode="eval").body], ast.Load())
         self.changed.add(id(node))
 

@@ -16,26 +16,22 @@ import ast
 from aflow_tune.graph.shape import Edit, Function, edited, parse
 
 _PROBLEM = "problem=self.problem"
-_ENTRY = "entry_point=self.entry_point"
+_CODE = f"{_PROBLEM}, entry_point=self.entry_point"
 _FEEDBACK = "Check every step of the solution, and correct what is wrong."
+_REVISE = f"{_PROBLEM}, solution=pre_solution, feedback={_FEEDBACK!r}"
+_CUSTOM = "input=self.problem, instruction=instruction"
 _STANDS = {
-    "Custom": (
-        "Custom", "instruction=''", "input=self.problem, instruction=instruction", "response"
-    ),
+    "Custom": ("Custom", ", instruction=''", _CUSTOM, "response"),
     "AnswerGenerate": ("AnswerGenerate", "", "input=self.problem", "answer"),
-    "Programmer": ("Programmer", "analysis='None'", f"{_PROBLEM}, analysis=analysis", "output"),
-    "ScEnsemble": ("ScEnsemble", "solutions", f"solutions=solutions, {_PROBLEM}", "response"),
-    "Review": (
-        "Revise", "pre_solution", f"{_PROBLEM}, solution=pre_solution, feedback={_FEEDBACK!r}",
-        "solution",
-    ),
+    "Programmer": ("Programmer", ", analysis='None'", f"{_PROBLEM}, analysis=analysis", "output"),
+    "ScEnsemble": ("ScEnsemble", ", solutions", f"solutions=solutions, {_PROBLEM}", "response"),
+    "Review": ("Revise", ", pre_solution", _REVISE, "solution"),
     "CustomCodeGenerate": (
-        "CustomCodeGenerate", "instruction=''", f"{_PROBLEM}, {_ENTRY}, instruction=instruction",
-        "response",
+        "CustomCodeGenerate", ", instruction=''", f"{_CODE}, instruction=instruction", "response"
     ),
     "Test": (
-        "Test", "solution, test_loop=3",
-        f"{_PROBLEM}, solution=solution, {_ENTRY}, test_loop=test_loop", "solution",
+        "Test", ", solution, test_loop=3", f"{_CODE}, solution=solution, test_loop=test_loop",
+        "solution",
     ),
 }  # fmt: skip
 """By ScoreFlow's operator: ours, what its method takes and gives the operator, the result's key."""
@@ -46,17 +42,19 @@ _GIVEN = {"config": "llm_config", "problem": "''", "create": "create_llm_instanc
 def translated(source: str) -> str:
     """A workflow of ScoreFlow's in AFlow's form; any other text as it is."""
     tree, _ = parse(source, "graph")
-    classes = [] if tree is None else [n for n in tree.body if isinstance(n, ast.ClassDef)]
-    workflow = next((node for node in classes if node.name == "Workflow"), None)
+    body = [] if tree is None else tree.body
+    classes = [node for node in body if isinstance(node, ast.ClassDef) and node.name == "Workflow"]
+    workflow = classes[0] if classes else None
     methods = {n.name: n for n in getattr(workflow, "body", ()) if isinstance(n, Function)}
     init = methods.get("__init__")
-    if tree is None or workflow is None or init is None or "run_workflow" not in methods:
+    taken = [item.arg for item in init.args.args[1:3]] if init is not None else []
+    if workflow is None or init is None or taken != ["config", "problem"]:
         return source
-    if [item.arg for item in init.args.args[1:3]] != ["config", "problem"]:
+    if "run_workflow" not in methods:
         return source
     edits: list[Edit] = [
         (node, "pass")
-        for node in tree.body
+        for node in body
         if isinstance(node, (ast.Import, ast.ImportFrom)) and "ScoreFlow" in ast.unparse(node)
     ]
     edits += [(init.args.args[1], "name, llm_config"), (init.args.args[2], "dataset")]
@@ -73,20 +71,21 @@ def translated(source: str) -> str:
                 if node.id in _GIVEN
             ]
             continue
-        target, call, model = built
-        operator, takes, given, key = _STANDS[call.func.attr]  # type: ignore[attr-defined]
-        of_code |= operator in ("CustomCodeGenerate", "Test")
+        target, call, kind, model = built
+        operator, takes, given, key = _STANDS[kind]
+        of_code |= "entry_point" in given
         edits += [(target, f"self.{target.attr}_operator"), (call, f"operator.{operator}({model})")]
         added.append(
-            f"    async def {target.attr}(self{', ' if takes else ''}{takes}):\n"
+            f"    async def {target.attr}(self{takes}):\n"
             f"        result = await self.{target.attr}_operator({given})\n"
             f'        return result["{key}"]\n'
         )
+    entry, kept = ("", "")
+    if of_code:
+        entry, kept = ", entry_point", "        self.entry_point = entry_point\n"
     added.append(
-        f"    async def __call__(self, problem{', entry_point' if of_code else ''}):\n"
-        "        self.problem = problem\n"
-        + ("        self.entry_point = entry_point\n" if of_code else "")
-        + "        return await self.run_workflow()\n"
+        f"    async def __call__(self, problem{entry}):\n        self.problem = problem\n{kept}"
+        "        return await self.run_workflow()\n"
     )
     lines = edited(source, edits, keep_lines=True).encode().splitlines(keepends=True)
     end = min(workflow.end_lineno or 0, len(lines))
@@ -95,13 +94,13 @@ def translated(source: str) -> str:
     return b"".join([*lines[:end], gap, methods_text.encode(), *lines[end:]]).decode()
 
 
-def _built(statement: ast.stmt) -> tuple[ast.Attribute, ast.Call, str] | None:
-    """Of `self.custom = operator.Custom(self.config, self.problem)` its target, call and model."""
+def _built(statement: ast.stmt) -> tuple[ast.Attribute, ast.Call, str, str] | None:
+    """Of `self.custom = operator.Custom(self.config, self.problem)` target, call, kind, model."""
     if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
         return None
     target, call = statement.targets[0], statement.value
-    if not isinstance(target, ast.Attribute) or not isinstance(call.func, ast.Attribute):
-        return None
+    kind = ast.unparse(call.func).removeprefix("operator.")
     models = [*call.args[:1], *(word.value for word in call.keywords if word.arg == "llm")]
-    known = ast.unparse(call.func.value) == "operator" and call.func.attr in _STANDS
-    return (target, call, ast.unparse(models[0])) if known and models else None
+    if not isinstance(target, ast.Attribute) or kind not in _STANDS or not models:
+        return None
+    return target, call, kind, ast.unparse(models[0])

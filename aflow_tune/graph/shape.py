@@ -8,12 +8,13 @@ anywhere, so it is parsed, never compiled or imported.
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import importlib.util
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from aflow_tune.errors import Fault
 from aflow_tune.graph import inside
@@ -43,26 +44,27 @@ class BuiltOperator:
     column: int
 
 
-@dataclass
 class Shape:
     """A graph as its source shows it. Empty where the source could not be read."""
 
-    operators: tuple[BuiltOperator, ...] = ()
-    parameters: tuple[str, ...] = ()
-    """Of `__call__`, without self: the problem, and for code the entry point."""
-    needs_entry_point: bool = False
-    constants: dict[str, str] = field(default_factory=dict)
-    """Texts that prompt.py assigns at its top level."""
-    tree: ast.Module | None = None
-    """Without what `if __name__ == "__main__":` holds."""
-    certain: set[ast.AST] = field(default_factory=set)
-    """Nodes of the tree that every run reaches: only there a missing prompt is a fault."""
-    workflow: ast.ClassDef | None = None
-    classes: dict[str, str] = field(default_factory=dict)
-    """Names under which operators' classes are known in graph.py, to the operator's name."""
-    modules: dict[str, str] = field(default_factory=dict)
-    """Names of imported modules of AFlow, to what stands in for them (`inside.shim_of`)."""
-    faults: list[Fault] = field(default_factory=list)
+    def __init__(self, files: Mapping[str, str], operators: Collection[str], label: str) -> None:
+        self.files, self.known, self.label = files, operators, label
+        self.operators: tuple[BuiltOperator, ...] = ()
+        self.parameters: tuple[str, ...] = ()
+        """Of `__call__`, without self: the problem, and for code the entry point."""
+        self.needs_entry_point = False
+        self.constants: dict[str, str] = {}
+        """Texts that prompt.py assigns at its top level."""
+        self.tree: ast.Module | None = None
+        """Without what `if __name__ == "__main__":` holds."""
+        self.certain: set[ast.AST] = set()
+        """Nodes of the tree that every run reaches: only there a missing prompt is a fault."""
+        self.workflow: ast.ClassDef | None = None
+        self.classes: dict[str, str] = {}
+        """Names under which operators' classes are known in graph.py, to the operator's name."""
+        self.modules = {"operator": "operator", "prompt_custom": "prompt"}
+        """Names of imported modules of AFlow, to what stands in for them (`inside.shim_of`)."""
+        self.faults: list[Fault] = []
 
     @property
     def instances(self) -> dict[str, str]:
@@ -80,6 +82,159 @@ class Shape:
         else:
             module = inside.shim_of(ast.unparse(node.value))
         return node.attr if module == "operator" else None
+
+    def fault(self, node: ast.stmt | ast.expr, expected: str, found: str, fix: str) -> None:
+        self.faults.append(Fault(f"{self.label}:{node.lineno}", expected, found, fix))
+
+    def read(self, tree: ast.Module, prompts: Collection[str] | None) -> None:
+        """`prompts`: names of all prompt constants; None where they cannot be known."""
+        self.tree = _without_main(tree)
+        self.nodes = walk(tree)
+        tries = [node for node in self.nodes if isinstance(node, ast.Try)]
+        optional = {id(node) for block in tries for part in block.body for node in ast.walk(part)}
+        for node in self.nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                self.imported(node, id(node) not in optional)
+        for statement in tree.body:
+            for base in statement.bases if isinstance(statement, ast.ClassDef) else ():
+                if (kind := self.operator_class(base)) is not None:
+                    self.classes[statement.name] = kind  # type: ignore[attr-defined]
+        self.certain = _certain(tree)
+        self.attributes(prompts)
+        self.read_workflow(tree)
+        self.operators = tuple(self.built())
+
+    def imported(self, node: ast.Import | ast.ImportFrom, must: bool) -> None:
+        """Note the names that an import binds. `must`: whether it may not fail."""
+        module = inside.absolute(getattr(node, "module", None) or "", getattr(node, "level", 0))
+        kind = inside.shim_of(module) if isinstance(node, ast.ImportFrom) else None
+        offered = inside.NAMES_OF.get(kind or "")
+        for alias in node.names:
+            name, bound = alias.name, alias.asname or alias.name
+            if kind == "operator":
+                if name == "*":
+                    self.classes.update({known: known for known in self.known})
+                elif self.is_operator(node, name):
+                    self.classes[bound] = name
+                continue
+            if offered and name not in (*offered, "*"):
+                expected = f"one of: {', '.join(offered)}"
+                self.fault(node, expected, f"{name} from {module}", "use those")
+                continue
+            source, shim = module, kind
+            if isinstance(node, ast.Import):
+                source, shim = name, inside.shim_of(name)
+                if alias.asname or "." not in name:
+                    self.modules.pop(bound, None)
+                    self.modules |= {} if shim is None else {bound: shim}
+            elif kind is None and (inner := inside.shim_of(f"{module}.{name}")) is not None:
+                source, shim = f"{module}.{name}", inner
+                self.modules[bound] = inner
+            top = source.partition(".")[0]
+            if shim == "template prompt" and inside.TEMPLATE_PROMPT_FILE not in self.files:
+                fix = "put the template folder of this data set beside the graph's folder"
+                self.fault(node, "template/op_prompt.py", "no such file", fix)
+            elif shim is not None or not must:
+                continue
+            elif top in inside.FOREIGN_PACKAGES or source.startswith("workflows."):
+                self.fault(node, "an import that a graph has", f"import of {source}", _IMPORTS)
+            elif top not in sys.stdlib_module_names and not _is_installed(top):
+                fix = f"install {top}, or do without it"
+                self.fault(node, "a module that is installed", f"import of {source}", fix)
+
+    def is_operator(self, node: ast.stmt | ast.expr, name: str) -> bool:
+        """Whether there is an operator of this name; a fault if not."""
+        if name in (*self.known, "Operator"):
+            return True
+        near = difflib.get_close_matches(name, self.known, 1)
+        fix = (f"did you mean {near[0]}? " if near else "") + "or add that operator"
+        expected = f"one of the operators: {', '.join(sorted(self.known))}"
+        self.fault(node, expected, f"operator.{name}", fix)
+        return False
+
+    def attributes(self, prompts: Collection[str] | None) -> None:
+        """Faults of `operator.NAME`, `prompt_custom.NAME` and of operators without a model."""
+        names = [node for node in self.nodes if isinstance(node, ast.Name)]
+        rebound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        for node in self.nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = node.value.id if isinstance(node.value, ast.Name) else ""
+                name = self.operator_class(node)
+                if owner in rebound or (name is not None and not self.is_operator(node, name)):
+                    continue
+                is_prompt = self.modules.get(owner) == "prompt" and node in self.certain
+                if prompts is not None and is_prompt and node.attr not in prompts:
+                    near = difflib.get_close_matches(node.attr, prompts, 1)
+                    fix = f"did you mean {near[0]}? " if near else ""
+                    fix += "add it to prompt.py or prompts.json"
+                    self.fault(node, "a prompt of this graph", f"{owner}.{node.attr}", fix)
+            elif isinstance(node, ast.Call) and not node.args:
+                name = self.operator_class(node.func)
+                # A class derived from an operator may give the model itself.
+                own = isinstance(node.func, ast.Name) and node.func.id != name
+                given = any(word.arg in ("llm", None) for word in node.keywords)
+                if name in self.known and not own and not given:
+                    fix = f"write {ast.unparse(node.func)}(self.llm)"
+                    found = f"{ast.unparse(node):.80}"
+                    self.fault(node, "an operator with its model", found, fix)
+
+    def read_workflow(self, tree: ast.Module) -> None:
+        """Find the class Workflow and check what its two methods take."""
+        classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+        name = "Workflow"
+        for node in tree.body:  # `Workflow = SolveGraph`
+            if _assigned_names(node) == [name] and isinstance(node, ast.Assign):
+                name = node.value.id if isinstance(node.value, ast.Name) else name
+        workflow = self.workflow = classes.get(name)
+        if workflow is None:
+            found = f"classes {', '.join(classes)}" if classes else "no class"
+            fix = "name the class that holds `async def __call__(self, problem)` Workflow"
+            self.faults.append(Fault(self.label, "a class Workflow", found, fix))
+            return
+        bases = [base for node in _family(workflow, classes) for base in node.bases]
+        closed = all(getattr(base, "id", "") in (*classes, "object") for base in bases)
+        methods = workflow_methods(self)
+        if (init := methods.get("__init__")) is not None:
+            arguments = init.args
+            names = {item.arg for item in (*arguments.args[1:], *arguments.kwonlyargs)}
+            lacks = not arguments.kwarg and not names >= _INIT_ARGUMENTS
+            if lacks or not {*_required(init)} <= _INIT_ARGUMENTS or arguments.posonlyargs:
+                found = f"__init__({ast.unparse(arguments)})"
+                self.fault(init, _INIT, found, "take those arguments")
+        if (call := methods.get("__call__")) is not None:
+            arguments, required = call.args, _required(call)
+            positional = [item.arg for item in (*arguments.posonlyargs, *arguments.args)][1:]
+            keyword_only = {item.arg for item in arguments.kwonlyargs} & {*required}
+            fits = (positional or arguments.vararg) and not keyword_only and len(required) <= 2
+            if not fits or isinstance(call, ast.FunctionDef):
+                kind = "def" if isinstance(call, ast.FunctionDef) else "async def"
+                found = f"{kind} __call__({ast.unparse(arguments)})"
+                self.fault(call, _CALL, found, "write that line")
+            self.parameters = tuple(positional[:2])
+            self.needs_entry_point = len(required) == 2
+        for method, expected in (("__init__", _INIT), ("__call__", _CALL)):
+            if closed and method not in methods:  # else a base class from elsewhere may have it
+                self.fault(workflow, expected, "a class without it", "add it")
+
+    def built(self) -> Iterator[BuiltOperator]:
+        """Every place where an operator is built, with the name of what it is assigned to."""
+        calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+        at_once = {id(node.func) for node in calls}
+        calls = [node for node in calls if self.operator_class(node.func) is not None]
+        wanted = {id(call) for call in calls if id(call) not in at_once}
+        names: dict[int, str] = {}
+        for node in self.nodes:
+            if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value:
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    _name_calls(target, node.value, wanted, names)
+        counts: dict[str, int] = {}
+        for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
+            operator = self.operator_class(call.func) or ""
+            name = names.get(id(call))
+            if name is None:
+                counts[operator] = counts.get(operator, 0) + 1
+                name = f"{operator.lower()}_{counts[operator]}"
+            yield BuiltOperator(name, operator, call.lineno, call.col_offset)
 
 
 def parse(source: str, label: str) -> tuple[ast.Module | None, list[Fault]]:
@@ -123,25 +278,23 @@ def edited(source: str, edits: Iterable[Edit], *, keep_lines: bool = False) -> s
 def examine(
     files: Mapping[str, str], operators: Collection[str], prompts: Collection[str], label: str
 ) -> Shape:
-    """Read a graph.
+    """Read a graph from its `files` by name.
 
     Args:
-        files: text of graph.py, and of prompt.py and op_prompt.py where there are any.
         operators: names of the operators that exist.
         prompts: names of prompt constants that are given beside prompt.py.
         label: the folder, as messages name it.
     """
-    reader = _Reader(files, operators, f"{label}/{inside.GRAPH_FILE}")
-    shape = reader.shape
-    tree, shape.faults = parse(files[inside.GRAPH_FILE], reader.label)
+    shape = Shape(files, operators, f"{label}/{inside.GRAPH_FILE}")
+    tree, shape.faults = parse(files[inside.GRAPH_FILE], shape.label)
     shape.constants, complete, faults = _constants(files, label)
     shape.faults += faults
     if tree is not None:
         try:
-            reader.read(tree, {*shape.constants, *prompts} if complete else None)
+            shape.read(tree, {*shape.constants, *prompts} if complete else None)
         except RecursionError:
             found = "an expression nested too deeply"
-            fault = Fault(reader.label, "a readable graph", found, "split the expression")
+            fault = Fault(shape.label, "a readable graph", found, "split the expression")
             shape.faults.append(fault)
     return shape
 
@@ -177,177 +330,10 @@ def _assigned_names(node: ast.stmt) -> list[str] | None:
     return names if targets and len(names) == len(targets) else None
 
 
-class _Reader:
-    """Fills a `Shape` from the tree of graph.py."""
-
-    def __init__(self, files: Mapping[str, str], operators: Collection[str], label: str) -> None:
-        self.files, self.operators, self.label = files, operators, label
-        self.shape = Shape()
-
-    def fault(self, node: ast.stmt | ast.expr, expected: str, found: str, fix: str) -> None:
-        self.shape.faults.append(Fault(f"{self.label}:{node.lineno}", expected, found, fix))
-
-    def read(self, tree: ast.Module, prompts: Collection[str] | None) -> None:
-        """`prompts`: names of all prompt constants; None where they cannot be known."""
-        self.shape.modules = {"operator": "operator", "prompt_custom": "prompt"}
-        self.shape.tree = _without_main(tree)
-        self.nodes = walk(tree)
-        tries = [node for node in self.nodes if isinstance(node, ast.Try)]
-        optional = {id(node) for block in tries for part in block.body for node in ast.walk(part)}
-        for node in self.nodes:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                self.imported(node, id(node) not in optional)
-        for statement in tree.body:
-            for base in statement.bases if isinstance(statement, ast.ClassDef) else ():
-                if (kind := self.shape.operator_class(base)) is not None:
-                    self.shape.classes[statement.name] = kind  # type: ignore[attr-defined]
-        self.shape.certain = _certain(tree)
-        self.attributes(prompts)
-        self.workflow(tree)
-        self.shape.operators = tuple(self.built())
-
-    def imported(self, node: ast.Import | ast.ImportFrom, must: bool) -> None:
-        """Note the names that an import binds. `must`: whether it may not fail."""
-        shape = self.shape
-        module = inside.absolute(getattr(node, "module", None) or "", getattr(node, "level", 0))
-        kind = inside.shim_of(module) if isinstance(node, ast.ImportFrom) else None
-        offered = inside.NAMES_OF.get(kind or "")
-        for alias in node.names:
-            name, bound = alias.name, alias.asname or alias.name
-            if isinstance(node, ast.Import):
-                shim = inside.shim_of(name)
-                if alias.asname or "." not in name:
-                    shape.modules.pop(bound, None)
-                    shape.modules |= {} if shim is None else {bound: shim}
-                self.check_import(node, name, shim, must)
-            elif kind is None and (inner := inside.shim_of(f"{module}.{name}")) is not None:
-                shape.modules[bound] = inner
-                self.check_import(node, f"{module}.{name}", inner, must)
-            elif kind == "operator" and name == "*":
-                shape.classes.update({known: known for known in self.operators})
-            elif kind == "operator" and name not in (*self.operators, "Operator"):
-                self.unknown_operator(node, name)
-            elif kind == "operator":
-                shape.classes[bound] = name
-            elif offered and name not in (*offered, "*"):
-                expected = f"one of: {', '.join(offered)}"
-                self.fault(node, expected, f"{name} from {module}", "use those")
-            else:
-                self.check_import(node, module, kind, must)
-
-    def check_import(self, node: ast.stmt, module: str, kind: str | None, must: bool) -> None:
-        top = module.partition(".")[0]
-        if kind == "template prompt" and inside.TEMPLATE_PROMPT_FILE not in self.files:
-            fix = "put the template folder of this data set beside the graph's folder"
-            self.fault(node, "template/op_prompt.py", "no such file", fix)
-        elif kind is not None or not must:
-            return
-        elif top in inside.FOREIGN_PACKAGES or module.startswith("workflows."):
-            self.fault(node, "an import that a graph has", f"import of {module}", _IMPORTS)
-        elif top not in sys.stdlib_module_names and not _is_installed(top):
-            fix = f"install {top}, or do without it"
-            self.fault(node, "a module that is installed", f"import of {module}", fix)
-
-    def unknown_operator(self, node: ast.stmt | ast.expr, name: str) -> None:
-        near = difflib.get_close_matches(name, self.operators, 1)
-        fix = (f"did you mean {near[0]}? " if near else "") + "or add that operator"
-        expected = f"one of the operators: {', '.join(sorted(self.operators))}"
-        self.fault(node, expected, f"operator.{name}", fix)
-
-    def attributes(self, prompts: Collection[str] | None) -> None:
-        """Faults of `operator.NAME`, `prompt_custom.NAME` and of operators without a model."""
-        names = [node for node in self.nodes if isinstance(node, ast.Name)]
-        rebound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-        for node in self.nodes:
-            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
-                continue
-            owner = node.value.id if isinstance(node.value, ast.Name) else ""
-            if owner in rebound:
-                continue
-            name = self.shape.operator_class(node)
-            if name is not None and name not in (*self.operators, "Operator"):
-                self.unknown_operator(node, name)
-            is_prompt = self.shape.modules.get(owner) == "prompt" and node in self.shape.certain
-            if prompts is not None and is_prompt and node.attr not in prompts:
-                near = difflib.get_close_matches(node.attr, prompts, 1)
-                fix = f"did you mean {near[0]}?" if near else "add it to prompt.py or prompts.json"
-                self.fault(node, "a prompt of this graph", f"{owner}.{node.attr}", fix)
-        for call in self.nodes:
-            if (
-                isinstance(call, ast.Call)
-                and (name := self.shape.operator_class(call.func)) in self.operators
-                # A class derived from an operator may give the model itself.
-                and (isinstance(call.func, ast.Attribute) or getattr(call.func, "id", "") == name)
-                and not call.args
-                and not any(word.arg in ("llm", None) for word in call.keywords)
-            ):
-                fix = f"write {ast.unparse(call.func)}(self.llm)"
-                self.fault(call, "an operator with its model", f"{ast.unparse(call):.80}", fix)
-
-    def workflow(self, tree: ast.Module) -> None:
-        """Find the class Workflow and check what its two methods take."""
-        classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-        name = "Workflow"
-        for node in tree.body:  # `Workflow = SolveGraph`
-            if _assigned_names(node) == [name] and isinstance(node, ast.Assign):
-                name = node.value.id if isinstance(node.value, ast.Name) else name
-        workflow = self.shape.workflow = classes.get(name)
-        if workflow is None:
-            found = f"classes {', '.join(classes)}" if classes else "no class"
-            fix = "name the class that holds `async def __call__(self, problem)` Workflow"
-            self.shape.faults.append(Fault(self.label, "a class Workflow", found, fix))
-            return
-        bases = [base for node in _family(workflow, classes) for base in node.bases]
-        closed = all(getattr(base, "id", "") in (*classes, "object") for base in bases)
-        methods = workflow_methods(self.shape)
-        if (init := methods.get("__init__")) is not None:
-            arguments = init.args
-            names = {item.arg for item in (*arguments.args[1:], *arguments.kwonlyargs)}
-            lacks = not arguments.kwarg and not names >= _INIT_ARGUMENTS
-            if lacks or not {*_required(init)} <= _INIT_ARGUMENTS or arguments.posonlyargs:
-                found = f"__init__({ast.unparse(arguments)})"
-                self.fault(init, _INIT, found, "take those arguments")
-        if (call := methods.get("__call__")) is not None:
-            arguments, required = call.args, _required(call)
-            positional = [item.arg for item in (*arguments.posonlyargs, *arguments.args)][1:]
-            keyword_only = {item.arg for item in arguments.kwonlyargs} & {*required}
-            fits = (positional or arguments.vararg) and not keyword_only and len(required) <= 2
-            if not fits or isinstance(call, ast.FunctionDef):
-                kind = "def" if isinstance(call, ast.FunctionDef) else "async def"
-                found = f"{kind} __call__({ast.unparse(arguments)})"
-                self.fault(call, _CALL, found, "write that line")
-            self.shape.parameters = tuple(positional[:2])
-            self.shape.needs_entry_point = len(required) == 2
-        for method, expected in (("__init__", _INIT), ("__call__", _CALL)):
-            if closed and method not in methods:  # else a base class from elsewhere may have it
-                self.fault(workflow, expected, "a class without it", "add it")
-
-    def built(self) -> Iterator[BuiltOperator]:
-        """Every place where an operator is built, with the name of what it is assigned to."""
-        calls = [node for node in self.nodes if isinstance(node, ast.Call)]
-        at_once = {id(node.func) for node in calls}
-        calls = [node for node in calls if self.shape.operator_class(node.func) is not None]
-        wanted = {id(call) for call in calls if id(call) not in at_once}
-        names: dict[int, str] = {}
-        for node in self.nodes:
-            if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value:
-                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                    _name_calls(target, node.value, wanted, names)
-        counts: dict[str, int] = {}
-        for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
-            operator = self.shape.operator_class(call.func) or ""
-            name = names.get(id(call))
-            if name is None:
-                counts[operator] = counts.get(operator, 0) + 1
-                name = f"{operator.lower()}_{counts[operator]}"
-            yield BuiltOperator(name, operator, call.lineno, call.col_offset)
-
-
 def _is_installed(top: str) -> bool:
-    try:
+    with contextlib.suppress(ImportError, ValueError):
         return importlib.util.find_spec(top) is not None
-    except (ImportError, ValueError):
-        return False
+    return False
 
 
 def _family(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> list[ast.ClassDef]:

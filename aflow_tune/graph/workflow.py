@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Dict  # noqa: UP035 (the contract's spell
 from aflow_tune.context import record_metrics
 from aflow_tune.data.fields import FieldRead
 from aflow_tune.errors import AflowTuneError, BadInput, Fault
-from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import Graph, load_graph
-from aflow_tune.graph.run import GraphEnding, GraphRun
+from aflow_tune.graph.run import GraphEnding, GraphLimits, GraphRun
 from aflow_tune.models.clients import make_client
 from aflow_tune.models.settings import check_models
 from aflow_tune.models.types import ModelClient
@@ -148,12 +147,7 @@ class GraphWorkflow(GraphFunction):
     """
 
     async def __call__(self, task: Dict, model: TrinityChatModel) -> float:  # noqa: UP006
-        """The reward of one run.
-
-        Raises:
-            GraphFailed, SandboxUnavailable: as `answer`.
-            Unscored: the scorer could not tell.
-        """
+        """The reward of one run. Raises as `answer`; `Unscored`: the scorer could not tell."""
         run = await self.answer(task, model)
         if self.score is not None:
             value = self.score(task, run.answer)
@@ -184,7 +178,7 @@ def workflow_from_config(
     judged: bool,
     where: Callable[[str], str],
 ) -> GraphWorkflow | GraphResponse:
-    """The workflow that a configuration's `graph:` section describes.
+    """The workflow that a configuration's `graph:` section describes; `BadInput` if it is faulty.
 
     Args:
         settings: the configuration's `models:`.
@@ -193,9 +187,6 @@ def workflow_from_config(
         operators: the configuration's `operators:`, loaded.
         judged: whether a judge function scores the answers.
         where: from a key of the configuration to its place, for messages.
-
-    Raises:
-        BadInput: the graph or the section is faulty.
     """
     graph = load_graph(path, trust=section.trust, operators=operators)
     faults = []
@@ -211,25 +202,21 @@ def workflow_from_config(
             faults += [replace(wrong, where=where("graph.benchmark")) for wrong in error.faults]
     scorers = [section.benchmark is not None and not judged, score is not None, judged]
     found = "more than one" if any(scorers) else "none of them"
-    fix = (
-        "write `graph: {benchmark: gsm8k}`, `graph: {score: path/file.py:function}`, or "
-        "`judge: path/file.py:function`"
-    )
     expected = "one that scores: a benchmark, a score function or a judge"
+    fix = "write graph: {benchmark: gsm8k}, graph: {score: path/file.py:function}, or judge: ..."
     require(sum(scorers) == 1, "benchmark", expected, found, fix)
-    seconds, fix = f"{section.timeout:g}", "graph: {timeout: 180}"
-    require(0 < section.timeout < math.inf, "timeout", "seconds above 0", seconds, fix)
+    valid, fix = 0 < section.timeout < math.inf, "graph: {timeout: 180}"
+    require(valid, "timeout", "seconds above 0", f"{section.timeout:g}", fix)
     fix = "graph: {max_calls: 100}"
     require(section.max_calls >= 1, "max_calls", "1 or more", section.max_calls, fix)
     names = {*graph.shape.instances, *graph.shape.instances.values()}
     roles = set(section.models.values()) - {POLICY}
     for name, role in section.models.items():
-        expected = f"a role of `models:` ({', '.join(settings) or 'none is there'})"
-        fix = "add it under `models:`"
-        require(role in (*settings, POLICY), f"models.{name}", expected, role, fix)
+        place, expected = f"models.{name}", f"a role of `models:` ({', '.join(settings) or 'none'})"
+        require(role in (*settings, POLICY), place, expected, role, "add it under `models:`")
         expected = f"an operator of the graph ({', '.join(sorted(names))})"
         known = name in names or not name[:1].isupper()
-        require(known, f"models.{name}", expected, name, "name one of them")
+        require(known, place, expected, name, "name one of them")
     faults = faults or check_models({role: settings[role] for role in roles})
     if faults:
         raise BadInput("The graph section cannot be used.", faults)

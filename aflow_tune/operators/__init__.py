@@ -90,10 +90,9 @@ def load_operators(
     from aflow_tune.contract.plugins import resolve
 
     pairs: list[tuple[str, str | None, Any]]
+    pairs = [(f"operators[{number}]", None, spec) for number, spec in enumerate(named)]
     if isinstance(named, Mapping):
         pairs = [(f"operators.{name}", name, spec) for name, spec in named.items()]
-    else:
-        pairs = [(f"operators[{number}]", None, spec) for number, spec in enumerate(named)]
     found: dict[str, type[Operator]] = {}
     faults: list[Fault] = []
     for where, name, spec in pairs:
@@ -102,14 +101,14 @@ def load_operators(
         except BadInput as error:
             faults += error.faults
             continue
-        if not (inspect.isclass(kind) and issubclass(kind, Operator) and "run" in dir(kind)):
+        is_operator = inspect.isclass(kind) and issubclass(kind, Operator) and "run" in dir(kind)
+        name = str(name or getattr(kind, "__name__", ""))
+        taken = found.get(name) or OPERATORS.get(name)
+        if not is_operator:
             expected = "a subclass of aflow_tune.operators.Operator with `async def run`"
             fix = "name the class: path/file.py:Class"
             faults.append(Fault(where, expected, f"{kind!r:.80}", fix))
-            continue
-        name = name or kind.__name__
-        taken = found.get(name) or OPERATORS.get(name)
-        if taken not in (None, kind):
+        elif taken not in (None, kind):
             found_there = f"{name} is {taken.__module__}.{taken.__name__}"
             faults.append(Fault(where, "a name of its own", found_there, "name it otherwise"))
         elif kind.__name__ != name:

@@ -17,105 +17,84 @@ import re
 import string
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.errors import BadInput
 from aflow_tune.operators.prompts import FORMS, MAIN, NO_FORM, Texts
 
 PRESET = "preset"  # the key under `prompts:`
 _FAILED = "\nThis program was written before:\nCode: {code}\n\nStatus: Error, {error}"
-_REPLACED = {"question": "problem", "problem_description": "problem"}
-"""AFlow's words for values, where they are not ours."""
-
-
-class _Constant(NamedTuple):
-    """What one constant of AFlow's is for."""
-
-    operator: str
-    prompt: str
-    fields: str
-    """The class in operator_an.py with the fields that are asked for; empty for code."""
-    values: Mapping[str, str]
-    """What stands for placeholders that our operator has no value for."""
-
-
-_PLACES = {"solutions": "{solutions}\n\n"}
-_CONSTANTS = {
-    "ANSWER_GENERATION_PROMPT": [_Constant("AnswerGenerate", MAIN, "AnswerGenerateOp", {})],
-    "SC_ENSEMBLE_PROMPT": [_Constant("ScEnsemble", MAIN, "ScEnsembleOp", _PLACES)],
-    "MD_ENSEMBLE_PROMPT": [_Constant("MdEnsemble", MAIN, "MdEnsembleOp", _PLACES)],
-    "PYTHON_CODE_VERIFIER_PROMPT": [
-        _Constant("Programmer", MAIN, "", {"feedback": ""}),
-        _Constant("Programmer", "again", "", {"feedback": _FAILED}),
-    ],
-    "REFLECTION_ON_PUBLIC_TEST_PROMPT": [
-        _Constant("Test", "revise", "", {"exec_pass": "it was run", "test_fail": "{failure}"})
-    ],
-    "FORMAT_PROMPT": [_Constant("Format", MAIN, "", {})],
-    "REVIEW_PROMPT": [_Constant("Review", MAIN, "ReviewOp", {})],
-    "REVISE_PROMPT": [_Constant("Revise", MAIN, "ReviseOp", {})],
-}
-_ENTRY_POINTS = {"Programmer": "solve"}
+_WORDS = {"question": "{problem}", "problem_description": "{problem}"}
+"""What stands for placeholders of AFlow's that are not called as ours."""
+_LIST = _WORDS | {"solutions": "{solutions}\n\n"}
+_TESTED = _WORDS | {"exec_pass": "it was run", "test_fail": "{failure}"}
+_USES = (
+    ("ANSWER_GENERATION_PROMPT", "AnswerGenerate", MAIN, "AnswerGenerateOp", _WORDS),
+    ("SC_ENSEMBLE_PROMPT", "ScEnsemble", MAIN, "ScEnsembleOp", _LIST),
+    ("MD_ENSEMBLE_PROMPT", "MdEnsemble", MAIN, "MdEnsembleOp", _LIST),
+    ("PYTHON_CODE_VERIFIER_PROMPT", "Programmer", MAIN, "solve", _WORDS | {"feedback": ""}),
+    ("PYTHON_CODE_VERIFIER_PROMPT", "Programmer", "again", "solve", _WORDS | {"feedback": _FAILED}),
+    ("REFLECTION_ON_PUBLIC_TEST_PROMPT", "Test", "revise", "", _TESTED),
+    ("FORMAT_PROMPT", "Format", MAIN, None, _WORDS),
+    ("REVIEW_PROMPT", "Review", MAIN, "ReviewOp", _WORDS),
+    ("REVISE_PROMPT", "Revise", MAIN, "ReviseOp", _WORDS),
+)
+"""AFlow's constant, our operator and prompt, what is asked for (a class of operator_an.py; the
+function of a program, '' for any; None for nothing), and what stands for its placeholders."""
 _CANDIDATE = "{label}: \n{solution}\n"
 
 
 def with_preset(prompts: Mapping[str, Texts], path: Path) -> dict[str, Texts]:
-    """A run's prompts over those of AFlow's file; an operator's own entry replaces AFlow's.
+    """A run's prompts over those of AFlow's op_prompt.py; an operator's own entry replaces AFlow's.
 
     Raises:
         BadInput: the file cannot be read, or holds no prompt of an operator.
     """
-    given = {name: text for name, text in prompts.items() if name != PRESET}
-    merged: dict[str, Texts] = {**aflow_prompts(path), **given}
-    if FORMS in given and isinstance(given[FORMS], Mapping):
-        merged[FORMS] = {"candidate": _CANDIDATE, **given[FORMS]}  # type: ignore[dict-item]
-    return merged
-
-
-def aflow_prompts(path: Path) -> dict[str, Texts]:
-    """Prompts by operator, from AFlow's op_prompt.py.
-
-    Raises:
-        BadInput: as `with_preset`.
-    """
-    texts = _constants(path)
-    asks = _Asking(path)
-    found: dict[str, dict[str, str]] = {}
-    for name, uses in _CONSTANTS.items():
-        for use in uses if name in texts else ():
-            text = _ours(texts[name], use.values, f"{path}: {name}")
-            text += asks.suffix(use.fields, _ENTRY_POINTS.get(use.operator, ""), use.operator)
-            found.setdefault(use.operator, {})[use.prompt] = text
-    if not found:
-        expected = f"constants such as {', '.join(list(_CONSTANTS)[:3])}"
-        shown = ", ".join(list(texts)[:5]) or "no texts"
-        fix = "name workspace/DATASET/workflows/template/op_prompt.py of an AFlow checkout"
-        raise BadInput("These are no prompts of AFlow.", [Fault(str(path), expected, shown, fix)])
-    if (code := asks.code("{entry_point}")) is not None:
-        found["CustomCodeGenerate"] = {MAIN: f"{{instruction}}{{problem}}{code}{{{NO_FORM}}}"}
-    return {**found, FORMS: {"candidate": _CANDIDATE}}
-
-
-def _constants(path: Path) -> dict[str, str]:
-    """The texts that a file assigns at its top level."""
-    return {
+    texts = {
         target.id: node.value.value
         for node in _parsed(path).body
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        if isinstance(node.value.value, str)
         for target in node.targets
         if isinstance(target, ast.Name)
     }
+    fields = _fields(path)
+    xml, code = _formats(path)
+    found: dict[str, dict[str, str]] = {}
+    for name, operator, prompt, asked, values in _USES:
+        if name not in texts:
+            continue
+        text = _ours(texts[name], values, f"{path}: {name}")
+        if asked in fields and xml:
+            text += f"{_escaped(xml + fields[asked])}{{{NO_FORM}}}"
+        elif asked in ("", "solve") and code:
+            text += _for_code(code, asked)
+        found.setdefault(operator, {})[prompt] = text
+    if not found:
+        expected = f"constants such as {', '.join(use[0] for use in _USES[:3])}"
+        shown = ", ".join(list(texts)[:5]) or "no texts"
+        fix = "name workspace/DATASET/workflows/template/op_prompt.py of an AFlow checkout"
+        raise BadInput.of("These are no prompts of AFlow.", str(path), expected, shown, fix)
+    if code:
+        found["CustomCodeGenerate"] = {
+            MAIN: f"{{instruction}}{{problem}}{_for_code(code, '{entry_point}')}"
+        }
+    given = {name: text for name, text in prompts.items() if name != PRESET}
+    merged: dict[str, Texts] = {**found, FORMS: {"candidate": _CANDIDATE}, **given}
+    if isinstance(forms := given.get(FORMS), Mapping):
+        merged[FORMS] = {"candidate": _CANDIDATE, **forms}
+    return merged
 
 
 def _parsed(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_text(encoding="utf-8-sig"))
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
-        fix = "name workspace/DATASET/workflows/template/op_prompt.py of an AFlow checkout"
-        fault = Fault(str(path), "a Python file with prompts", str(error), fix)
-        raise BadInput("The prompts of AFlow cannot be read.", [fault]) from None
+        title, fix = (
+            "The prompts of AFlow cannot be read.",
+            "name op_prompt.py of an AFlow checkout",
+        )
+        expected = "a Python file with prompts"
+        raise BadInput.of(title, str(path), expected, str(error), fix) from None
 
 
 def _ours(text: str, values: Mapping[str, str], where: str) -> str:
@@ -125,86 +104,70 @@ def _ours(text: str, values: Mapping[str, str], where: str) -> str:
         for plain, name, _, _ in string.Formatter().parse(text):
             made += plain
             if name is not None:
-                known = _REPLACED.get(name, name)
                 made += "\0"  # braces around it may be text
-                put.append(values.get(known, f"{{{known}}}"))
+                put.append(values.get(name, f"{{{name}}}"))
     except ValueError as error:
-        fix = "leave the file as AFlow has it"
-        fault = Fault(where, "a text for str.format", str(error), fix)
-        raise BadInput("A prompt of AFlow cannot be read.", [fault]) from None
+        title, fix = "A prompt of AFlow cannot be read.", "leave the file as AFlow has it"
+        raise BadInput.of(title, where, "a text for str.format", str(error), fix) from None
     pieces = _escaped(made).split("\0")
     return "".join(piece + value for piece, value in zip(pieces, [*put, ""], strict=True))
-
-
-class _Asking:
-    """How AFlow asks for a form, from the files around op_prompt.py; None for what lacks."""
-
-    def __init__(self, path: Path) -> None:
-        self._fields: dict[str, list[str]] = {}
-        beside = path.with_name("operator_an.py")
-        for node in _parsed(beside).body if beside.is_file() else ():
-            for item in node.body if isinstance(node, ast.ClassDef) else ():
-                if isinstance(item, ast.AnnAssign) and isinstance(item.value, ast.Call):
-                    words = {word.arg: word.value for word in item.value.keywords}
-                    about = words.get("description")
-                    if isinstance(item.target, ast.Name) and isinstance(about, ast.Constant):
-                        asked = self._fields.setdefault(node.name, [])  # type: ignore[attr-defined]
-                        asked.append(f"<{item.target.id}>{about.value!s}</{item.target.id}>")
-        tops = [folder / "scripts" / "formatter.py" for folder in path.resolve().parents]
-        formatter = next((file for file in tops if file.is_file()), None)
-        methods = {
-            node.name: item
-            for node in (_parsed(formatter).body if formatter else ())
-            if isinstance(node, ast.ClassDef)
-            for item in node.body
-            if isinstance(item, ast.FunctionDef) and item.name == "prepare_prompt"
-        }
-        self._xml = max(_written(methods.get("XmlFormatter")), key=len, default="")
-        self._code = _written(methods.get("CodeFormatter"))
-
-    def suffix(self, fields: str, entry_point: str, operator: str) -> str:
-        """What follows an operator's prompt: all about the form, or nothing, so that our own
-        sentence is put there."""
-        if operator == "Format":
-            return ""
-        if not fields:
-            code = self.code(entry_point)
-            return "" if code is None else f"{code}{{{NO_FORM}}}"
-        asked = self._fields.get(fields)
-        if not self._xml or not asked:
-            return ""
-        lines = "\n".join(asked)
-        return f"{_escaped(self._xml)}{_escaped(lines)}{{{NO_FORM}}}"
-
-    def code(self, entry_point: str) -> str | None:
-        """How it asks for a program that defines this, a name or a placeholder."""
-        if not self._code:
-            return None
-        text = _escaped(self._code[0])
-        if entry_point and len(self._code) > 1:
-            text += _escaped(self._code[1]).replace("\0", entry_point)
-        return text
 
 
 def _escaped(text: str) -> str:
     return re.sub(r"\{(\w+)\}", r"{{\1}}", text)
 
 
-def _written(method: ast.FunctionDef | None) -> list[str]:
+def _fields(path: Path) -> dict[str | None, str]:
+    """What operator_an.py asks for, as elements, by the class that holds the fields."""
+    beside, asked = path.with_name("operator_an.py"), {}
+    for node in _parsed(beside).body if beside.is_file() else ():
+        lines = []
+        for item in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(item, ast.AnnAssign) and isinstance(item.value, ast.Call):
+                words = {word.arg: word.value for word in item.value.keywords}
+                about = words.get("description")
+                if isinstance(item.target, ast.Name) and isinstance(about, ast.Constant):
+                    lines.append(f"<{item.target.id}>{about.value!s}</{item.target.id}>")
+        if lines:
+            asked[getattr(node, "name", None)] = "\n".join(lines)
+    return asked
+
+
+def _formats(path: Path) -> tuple[str, list[str]]:
+    """How formatter.py of the checkout asks for elements and for code; empty where it lacks."""
+    tops = [folder / "scripts" / "formatter.py" for folder in path.resolve().parents]
+    formatter = next((file for file in tops if file.is_file()), None)
+    methods = {
+        node.name: _written(item)
+        for node in (_parsed(formatter).body if formatter else ())
+        if isinstance(node, ast.ClassDef)
+        for item in node.body
+        if isinstance(item, ast.FunctionDef) and item.name == "prepare_prompt"
+    }
+    return max(methods.get("XmlFormatter", []), key=len, default=""), methods.get(
+        "CodeFormatter", []
+    )
+
+
+def _for_code(written: list[str], entry_point: str) -> str:
+    """How it asks for a program that defines this, a name or a placeholder; '' for any."""
+    text = _escaped(written[0])
+    if entry_point and len(written) > 1:
+        text += _escaped(written[1]).replace("\0", entry_point)
+    return f"{text}{{{NO_FORM}}}"
+
+
+def _written(method: ast.FunctionDef) -> list[str]:
     """The texts that a formatter puts together, in order; a value within one becomes a null
     character, one at its end (the fields) is left out."""
     found = []
-    for node in ast.walk(method) if method else ():
-        if isinstance(node, ast.Assign | ast.AugAssign):
-            for part in ast.walk(node.value):
-                if isinstance(part, ast.JoinedStr):
-                    pieces = [
-                        str(item.value) if isinstance(item, ast.Constant) else "\0"
-                        for item in part.values
-                    ]
-                    found.append((node.lineno, "".join(pieces).rstrip("\0")))
-                    break
-                if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                    found.append((node.lineno, part.value))
-                    break
+    for node in ast.walk(method):
+        parts = ast.walk(node.value) if isinstance(node, ast.Assign | ast.AugAssign) else ()
+        for part in parts:
+            pieces = part.values if isinstance(part, ast.JoinedStr) else [part]
+            texts = [getattr(piece, "value", None) for piece in pieces]
+            if isinstance(part, ast.JoinedStr) or isinstance(texts[0], str):
+                text = "".join(t if isinstance(t, str) else "\0" for t in texts)
+                found.append((getattr(node, "lineno", 0), text.rstrip("\0")))
+                break
     return [text for _, text in sorted(found) if text.startswith("\n")]

@@ -1,11 +1,10 @@
 """The operators that only ask a model: eight of AFlow's ten.
 
-The ensembles choose one of several solutions, in one vote or by majority. Candidates are labelled A
-to Z, AA, AB and so on, so there is no limit of 26. Each candidate is a place in the list: equal
-texts stay two candidates. A candidate may be a whole result of another operator: as in AFlow it is
-shown as its text and handed back as it is. Empty candidates, which is what operators return that
-could not be read, are not put to the vote. Where no vote can be read the candidate that occurs most
-often is returned (of several the first), with the outcome 'unreadable'.
+The ensembles choose one of several solutions, in one vote or by majority, labelled A to Z, AA, AB
+and so on. Equal texts stay two candidates; a whole result of an operator is shown as its text and
+handed back as it is, as in AFlow; empty candidates (what could not be read) are not put to the
+vote. Where no vote can be read, the candidate that occurs most often is returned (of several the
+first), with the outcome 'unreadable'.
 """
 
 from __future__ import annotations
@@ -176,11 +175,7 @@ class ScEnsemble(_Ensemble):
     returns = {"response": "the chosen solution"}
 
     async def run(self, solutions: list[str], problem: str = "") -> OperatorResult:
-        """The chosen candidate.
-
-        Raises:
-            BadInput: there is no candidate, or one is neither a text nor a result.
-        """
+        """The chosen candidate. `BadInput`: there is none, or one is neither text nor result."""
         candidates, order = self._candidates(solutions)
         if not order:
             chosen = solutions[0] if isinstance(solutions[0], Mapping) else ""
@@ -226,11 +221,8 @@ class MdEnsemble(_Ensemble):
     async def run(
         self, solutions: list[str], problem: str = "", mode: str | None = None
     ) -> OperatorResult:
-        """The candidate with most votes; of several the one that stands first.
-
-        Raises:
-            BadInput: there is no candidate, or one is neither a text nor a result.
-        """
+        """The candidate with most votes; of several the one that stands first. `BadInput`: there
+        is no candidate, or one is neither a text nor a result."""
         candidates, filled = self._candidates(solutions)
         if not filled:
             chosen = solutions[0] if isinstance(solutions[0], Mapping) else ""
@@ -271,8 +263,7 @@ def _most_frequent(candidates: Sequence[str], places: Sequence[int]) -> int:
 
 
 def _shown(item: Any) -> str:
-    """A candidate's text. A result without any value is empty, as operators return it that could
-    not be read."""
+    """A candidate's text; empty for a result without any value: it could not be read."""
     if isinstance(item, Mapping):
         return str(dict(item)) if any(str(value).strip() for value in item.values()) else ""
     return "" if item is None else str(item)

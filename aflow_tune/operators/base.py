@@ -1,14 +1,11 @@
 """`Operator`: one use of a model with a purpose, typed arguments in and typed values out.
 
 A subclass says what it asks (`asks`), which fields it wants back (`fields`) and, in `run`, what
-it does with them. This class names the caller, so that model calls, experiences and graph drawings
-speak of `Review.strict`; it asks, reads, asks again a bounded number of times; and it notes one
-`OperatorCall` in the trace, however the use ended.
-
-A reply that cannot be read is a result (`Outcome.UNREADABLE` with fallback values). A model
-that gives no reply, a sandbox that is missing and a budget that is used up are no answers of
-the model: they raise, and are noted. An operator holds no state of a use: one instance may run
-many at once.
+it does with them. This class names the caller (model calls, experiences and drawings speak of
+`Review.strict`), asks, reads, asks again a bounded number of times, and notes one `OperatorCall` in
+the trace, however the use ended. A reply that cannot be read is a result (`Outcome.UNREADABLE` with
+fallback values); a model that gives no reply, a missing sandbox and a budget that is used up raise.
+An operator holds no state of a use: one instance may run many at once.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -119,13 +115,13 @@ class OperatorResult(dict[str, Any]):
         return type(self), (dict(self), self.outcome, self.reason, self.attempts)
 
 
-@dataclass
 class _Use:
     """What one use has done so far. Shared by the tasks that it starts."""
 
-    attempts: int = 0
-    outcomes: list[Outcome] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.attempts = 0
+        self.outcomes: list[Outcome] = []
+        self.reasons: list[str] = []
 
 
 _use: ContextVar[_Use | None] = ContextVar("aflow_tune_operator_use", default=None)
@@ -262,10 +258,8 @@ class Operator:
 
     @classmethod
     def most_calls(cls, *, retries: int = RETRIES, **settings: Any) -> int:
-        """Model calls of one use at worst, for those who must know before they allow it.
-
-        This is the figure of an operator that asks once. One whose `run` may ask more often
-        declares its own; `tests/test_op_ten.py` holds the shipped ones against real uses.
+        """Model calls of one use at worst, for those who must know before they allow it: here of an
+        operator that asks once. One whose `run` may ask more often declares its own.
 
         Args:
             retries: how often each answer is asked for again.
@@ -278,12 +272,18 @@ class Operator:
     def describe(cls) -> dict[str, Any]:
         """Its interface as plain data: name, description, arguments, returns, prompts, form."""
         parameters = list(inspect.signature(cls.__call__).parameters.values())[1:]
+        shown = {
+            item.name: item.annotation
+            if isinstance(item.annotation, str)
+            else inspect.formatannotation(Any if item.annotation is item.empty else item.annotation)
+            for item in parameters
+        }
         returns = dict(cls.returns) or {item.name: item.description for item in cls.fields}
         return {
             "name": cls.__name__,
             "description": inspect.cleandoc(cls.__doc__ or "").partition("\n")[0],
             "arguments": [
-                {"name": item.name, "type": _annotation(item)}
+                {"name": item.name, "type": shown[item.name]}
                 | ({} if item.default is item.empty else {"default": item.default})
                 for item in parameters
             ],
@@ -300,11 +300,6 @@ class Operator:
         }
 
 
-def _annotation(parameter: inspect.Parameter) -> str:
-    annotation = Any if parameter.annotation is parameter.empty else parameter.annotation
-    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-
-
 def _call_of(run: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[OperatorResult]]:
     @functools.wraps(run)
     async def call(self: Operator, *args: Any, **kwargs: Any) -> OperatorResult:
@@ -315,10 +310,6 @@ def _call_of(run: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Oper
         with caller(self.caller):
             try:
                 result = await run(self, *args, **kwargs)
-                if not isinstance(result, Mapping):
-                    raise TypeError(
-                        f"{name}.run must return a mapping, not {type(result).__name__}"
-                    )
                 if not isinstance(result, OperatorResult):  # the worst of its answers counts
                     worst = [Outcome.UNREADABLE, Outcome.REPAIRED, Outcome.ANSWERED]
                     found = next((item for item in worst if item in use.outcomes), worst[-1])
@@ -373,10 +364,9 @@ def _again(prompt: str, reply: str, fault: str) -> list[dict[str, str]]:
 
 def number_faults(where: str, value: Any, least: int, most: int) -> list[Fault]:
     """What is wrong with a whole number: a graph that a model wrote may choose the value."""
-    if type(value) is int and least <= value <= most:
-        return []
     expected = f"a whole number from {least} to {most}"
-    return [Fault(where, expected, f"{value!r:.80}", f"give {expected}")]
+    wrong = type(value) is not int or not least <= value <= most
+    return [Fault(where, expected, f"{value!r:.80}", f"give {expected}")] if wrong else []
 
 
 def whole_number(where: str, value: Any, least: int, most: int) -> None:

@@ -6,6 +6,7 @@ stands is for `reading.py`. The sentences that ask are prompts (`forms:` in `pro
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -98,7 +99,7 @@ class Field:
             return _truth(raw)
         if self.kind is Kind.INT:
             return _number(raw)
-        text = raw.strip() if isinstance(raw, str) else _as_text(raw)
+        text = _as_text(raw)
         if self.kind is Kind.CHOICE:
             return _choice(text, self.choices)
         if not text and self.required:
@@ -122,18 +123,14 @@ def schema_of(fields: Sequence[Field]) -> dict[str, Any]:
     """The JSON schema of an object with these fields."""
     properties: dict[str, dict[str, Any]] = {}
     for field in fields:
-        schema: dict[str, Any] = {"type": _TYPES[field.kind][0]}
+        schema = properties[field.name] = {"type": _TYPES[field.kind][0]}
         if field.kind is Kind.CHOICE:
             schema["enum"] = list(field.choices)
         if field.description:
             schema["description"] = field.description
-        properties[field.name] = schema
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": [field.name for field in fields],
-        "additionalProperties": False,
-    }
+    required = [field.name for field in fields]
+    closed = {"required": required, "additionalProperties": False}
+    return {"type": "object", "properties": properties, **closed}
 
 
 def described(fields: Sequence[Field], form: Form) -> str:
@@ -160,33 +157,24 @@ def described(fields: Sequence[Field], form: Form) -> str:
 
 def labels(count: int) -> tuple[str, ...]:
     """`count` labels as spreadsheets have them: A to Z, AA, AB and so on."""
-    made = []
-    for number in range(count):
-        label, rest = "", number + 1
-        while rest:
-            rest, letter = divmod(rest - 1, 26)
-            label = chr(ord("A") + letter) + label
-        made.append(label)
-    return tuple(made)
+    letters = [chr(ord("A") + number) for number in range(26)]
+    words = (map("".join, itertools.product(letters, repeat=size)) for size in itertools.count(1))
+    return tuple(itertools.islice(itertools.chain.from_iterable(words), count))
 
 
 def _as_text(raw: Any) -> str:
-    if raw is None:
-        return ""
     if isinstance(raw, bool | dict | list):
         return json.dumps(raw, ensure_ascii=False)
-    return str(raw).strip()
+    return "" if raw is None else str(raw).strip()
 
 
 def _truth(raw: Any) -> tuple[bool, bool]:
-    if isinstance(raw, bool):
-        return raw, False
     text = _as_text(raw).casefold()
     word = text.strip(_DECORATION)
-    if word in _TRUE or word in _FALSE:
+    if word in _TRUE | _FALSE:
         return word in _TRUE, word != text
     words = _WORDS.findall(text[:MAX_SHORT_TEXT])
-    found = {word in _TRUE for word in words if word in _TRUE or word in _FALSE}
+    found = {word in _TRUE for word in words if word in _TRUE | _FALSE}
     if len(found) == 1 and words[0] in _TRUE | _FALSE:
         return found.pop(), True
     raise Unreadable(f"is neither true nor false: {_shown(text)}")
@@ -196,9 +184,9 @@ def _number(raw: Any) -> tuple[int, bool]:
     if isinstance(raw, int) and not isinstance(raw, bool):
         return raw, False
     text = _as_text(raw)
-    found = {int(number) for number in _INT.findall(text[:MAX_SHORT_TEXT])}
-    if len(found) == 1 and len(text) <= MAX_SHORT_TEXT:
-        return found.pop(), _INT.fullmatch(text) is None
+    found = {int(number) for number in _INT.findall(text)} if len(text) <= MAX_SHORT_TEXT else ()
+    if len(found) == 1:
+        return next(iter(found)), _INT.fullmatch(text) is None
     raise Unreadable(f"is not one whole number: {_shown(text)}")
 
 
@@ -211,14 +199,14 @@ def _choice(text: str, choices: tuple[str, ...]) -> tuple[str, bool]:
         if bare in by_word:
             return by_word[bare], True
         first = _FIRST.match(text)
-        marked = []
+        named = {first[1]} if first else set()
         for match in _MARKED.finditer(text):
             following = text[match.end() :]
             in_sentence = following.startswith(" ") and following.lstrip()[:1].islower()
             # A label that is a word of a sentence is none: 'answer: I would take B'.
             if not (match[1] and match[2] in _ENGLISH and in_sentence):
-                marked.append(match[2])
-        named = {word for word in [*marked, first[1] if first else ""] if word in choices}
+                named.add(match[2])
+        named &= {*choices}
         words = {word for word in _WORDS.findall(text) if word in choices}
         if not named and not words & _ENGLISH:
             named = words

@@ -150,9 +150,10 @@ def outcome_of(execution: Execution) -> tuple[str, str]:
     hit = f" (limit reached: {', '.join(execution.limits_hit)})" if execution.limits_hit else ""
     if execution.ending is Ending.FINISHED:
         output = execution.stdout.strip()
-        if output:
-            return (output if len(output) <= MAX_OUTPUT else output[:MAX_OUTPUT] + "..."), ""
-        return "", "solve() returned None and printed nothing, or it ended the program"
+        if len(output) > MAX_OUTPUT:
+            output = output[:MAX_OUTPUT] + "..."
+        nothing = "solve() returned None and printed nothing, or it ended the program"
+        return output, "" if output else nothing
     if execution.ending is Ending.FAILED:
         told = execution.stderr.strip()[-MAX_ERROR:]
         return "", told or f"the program ended with exit code {execution.exit_code}{hit}"
@@ -172,13 +173,10 @@ def _checked_limits(limits: Limits | None, caller: str) -> Limits:
 class TestCases:
     """The public tests that the operator Test may use: asserts on `candidate`, by entry point.
 
-    These are tests that a solver may see, such as AFlow's `humaneval_public_test.jsonl`. The tests
-    that an answer is scored by must never be among them: a workflow that sees those learns the
-    answers, so nothing here reads a task's `test` by itself.
-
-    A file may hold several rows for one entry point, of different problems (HumanEval has six such
-    names). The row whose calls stand in the problem's text is taken; where that does not tell them
-    apart there are no tests for it, rather than those of another problem.
+    A solver may see these tests, such as AFlow's `humaneval_public_test.jsonl`, never those that an
+    answer is scored by: nothing here reads a task's `test` by itself. Of several rows for one entry
+    point (HumanEval has six such names) the one whose calls stand in the problem's text is taken;
+    where that does not tell them apart there are none.
     """
 
     __test__ = False  # for pytest: no test class
@@ -222,9 +220,8 @@ class TestCases:
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            title, fix = "The test cases cannot be read.", "name a JSONL file in UTF-8"
-            expected = "a file with test cases"
-            raise BadInput.of(title, str(path), expected, str(error), fix) from None
+            title, expected = "The test cases cannot be read.", "a JSONL file in UTF-8"
+            raise BadInput.of(title, str(path), expected, str(error), "name such a file") from None
         for line in filter(str.strip, lines):
             try:
                 rows.append(json.loads(line))

@@ -124,10 +124,7 @@ def text_of(
 
     Args:
         slots: the operator's prompts.
-        given: the instance's own texts, checked.
-
-    Raises:
-        BadInput: a text of the run does not fit its prompt.
+        given: the instance's own texts, checked. Those of the run are checked here: `BadInput`.
     """
     text = given.get(name)
     run = _run.get() or {}
@@ -190,11 +187,11 @@ def checked(
 ) -> tuple[dict[str, str], list[Fault]]:
     """The texts that a user gave for an operator, by prompt, and what is wrong with them."""
     listed = ", ".join(f"`{name}`" for name in slots)
-    if prompts is None:
-        return {}, []
     if isinstance(prompts, str):
         only = next(iter(slots)) if MAIN not in slots and len(slots) == 1 else MAIN
         prompts = {only: prompts}
+    if prompts is None:
+        return {}, []
     if not isinstance(prompts, Mapping):
         expected = f"a text, or a mapping of {listed} to texts"
         return {}, [Fault(where, expected, f"{prompts!r:.80}", "write `main: ...`")]
@@ -211,15 +208,12 @@ def checked(
         else:
             good[name] = text
             needs, may, found = slots[name].needs, slots[name].may, placeholders(text)
-            missing = [f"`{{{need}}}` is missing" for need in needs if need not in found]
             unknown = sorted(found - {*needs, *may, FORM, NO_FORM})
-            if not missing and not unknown:
-                continue
-            expected = f"a text with {', '.join(f'`{{{n}}}`' for n in needs) or 'any words'}"
-            if may:
-                expected += f", and if wanted {', '.join(f'`{{{n}}}`' for n in may)}"
-            fixes = ["for braces that are text write them twice, as in {{name}}"] if unknown else []
-            fixes += ["put each missing placeholder where its value belongs"] if missing else []
-            problems = [*missing, *(f"unknown `{{{name}}}`" for name in unknown)]
-            faults.append(Fault(place, expected, "; ".join(problems), "; ".join(fixes)))
+            problems = [f"`{{{need}}}` is missing" for need in needs if need not in found]
+            problems += [f"unknown `{{{name}}}`" for name in unknown]
+            if problems:
+                expected = f"a text with {', '.join(f'`{{{n}}}`' for n in needs) or 'any words'}"
+                expected += f", and if wanted {', '.join(f'`{{{n}}}`' for n in may)}" if may else ""
+                fix = "write each placeholder; for braces that are text write them twice, {{name}}"
+                faults.append(Fault(place, expected, "; ".join(problems), fix))
     return good, faults

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-import symtable
 import textwrap
 import warnings
 from collections import deque
@@ -93,12 +92,12 @@ def program_in(text: str, entry_point: str = "") -> tuple[str, bool]:
 def names_entities(code: str) -> bool:
     """Whether a program has `lt`, `gt` or `amp` where XML's entities would leave them."""
     tree = _parse(code)
-    return isinstance(tree, ast.Module) and any(
+    operations = ast.walk(tree) if isinstance(tree, ast.Module) else ()
+    return any(
         isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.BitAnd)
-        and isinstance(node.right, ast.Name)
-        and node.right.id in _ENTITY_NAMES
-        for node in ast.walk(tree)
+        and getattr(node.right, "id", "") in _ENTITY_NAMES
+        for node in operations
     )
 
 
@@ -127,19 +126,15 @@ def _fault(code: str, entry_point: str) -> str:
     if len(code) > MAX_CHARACTERS:
         return f"is longer than {MAX_CHARACTERS:,} characters"
     tree = _parse(code)
-    if isinstance(tree, SyntaxError):
-        return f"is no Python: {tree.msg} (line {tree.lineno})"
-    if isinstance(tree, Exception):
-        return f"is no Python: {type(tree).__name__}"
+    if not isinstance(tree, ast.Module):
+        line = f"{tree.msg} (line {tree.lineno})" if isinstance(tree, SyntaxError) else ""
+        return f"is no Python: {line or type(tree).__name__}"
     own = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
     if entry_point and entry_point not in _defined(own):
         return f"defines no `{entry_point}`"
     # A word or a text on its own is prose that happens to be Python.
-    prose = (
-        isinstance(node, ast.Expr) and isinstance(node.value, ast.Name | ast.Constant)
-        for node in tree.body
-    )
-    return "is missing" if all(prose) else ""
+    values = [node.value if isinstance(node, ast.Expr) else None for node in tree.body]
+    return "is missing" if all(isinstance(v, ast.Name | ast.Constant) for v in values) else ""
 
 
 def _parse(code: str) -> ast.Module | Exception:
@@ -155,10 +150,9 @@ def _completed(code: str, others: Sequence[str]) -> str:
     """The code after the definitions and imports of other blocks that it needs, and no more of
     them: an example of its use is to be left where it is."""
     wanted = [*_needed(code)]
-    found: list[tuple[ast.stmt, set[str]]] = []
-    for tree in map(_parse, others if wanted else ()):
-        body = tree.body if isinstance(tree, ast.Module) else []
-        found += [(node, names) for node in body if (names := _defined([node]))]
+    trees = map(_parse, others if wanted else ())
+    bodies = [node for tree in trees for node in getattr(tree, "body", ())]
+    found = [(node, names) for node in bodies if (names := _defined([node]))]
     taken: list[ast.stmt] = []
     while wanted:
         name = wanted.pop()
@@ -173,26 +167,13 @@ def _completed(code: str, others: Sequence[str]) -> str:
 
 
 def _needed(code: str) -> set[str]:
-    """Names that a program reads, that are not its own and not Python's."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            top = symtable.symtable(code, "code", "exec")
-    except _UNPARSED:
-        return set()
-    own = {item.get_name() for item in top.get_symbols() if item.is_assigned()}
-    own |= {item.get_name() for item in top.get_symbols() if item.is_imported()}
-    read: set[str] = set()
-    pending = [top]
-    while pending:
-        scope = pending.pop()
-        pending += scope.get_children()
-        read |= {
-            item.get_name()
-            for item in scope.get_symbols()
-            if item.is_referenced() and (scope is top or item.is_global())
-        }
-    return read - own - set(dir(builtins))
+    """Names that a program reads, that nothing in it gives a value and that are not Python's."""
+    nodes = list(ast.walk(tree)) if isinstance(tree := _parse(code), ast.Module) else []
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    own = _defined([node for node in nodes if isinstance(node, ast.stmt)]) | {*dir(builtins)}
+    own |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    return {node.id for node in names} - own
 
 
 def _defined(body: Sequence[ast.stmt]) -> set[str]:

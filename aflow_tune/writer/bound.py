@@ -7,7 +7,7 @@ figure (`Operator.most_calls`).
 
 Everything else, such as a `while` or a list that grows, may turn any number of times: where that
 costs something the graph has no bound. That is no fault: the meter of the run
-(`aflow_tune.graph.broker`) stops every graph at its limits. Refused is only what plainly never
+(`aflow_tune.graph.run`) stops every graph at its limits. Refused is only what plainly never
 ends.
 """
 

@@ -1,7 +1,7 @@
 """What is wrong with the names, calls and keys of a written graph, told before it runs.
 
 Each call is held against what it calls: operators are built as they will be when the graph runs,
-and their calls bound by the rule of the run (`aflow_tune.graph.broker.bind`). What cannot be told
+and their calls bound by the rule of the run (`aflow_tune.graph.run.bind`). What cannot be told
 from the source is left to the run.
 
 Modules are the exception: a module of Python's stands in front of a dot and nowhere else, so that
@@ -18,8 +18,8 @@ from typing import Any
 
 from aflow_tune.errors import BadInput
 from aflow_tune.graph import inside
-from aflow_tune.graph.broker import bind
 from aflow_tune.graph.flow import MODEL
+from aflow_tune.graph.run import bind
 from aflow_tune.graph.shape import walk
 from aflow_tune.models.clients import ScriptedModel
 from aflow_tune.operators import Operator

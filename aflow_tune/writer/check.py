@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aflow_tune.graph import inside
-from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.flow import ANSWER
 from aflow_tune.graph.graph import Graph, bare
+from aflow_tune.graph.run import GraphLimits
 from aflow_tune.graph.shape import Function, Shape, children, levels, parameters
 from aflow_tune.operators import Operator
 from aflow_tune.writer.allowed import BUILTINS, check_syntax

@@ -18,9 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from aflow_tune.graph.broker import GraphLimits
 from aflow_tune.graph.graph import Graph
-from aflow_tune.graph.run import GraphEnding, GraphRun
+from aflow_tune.graph.run import GraphEnding, GraphLimits, GraphRun
 from aflow_tune.graph.shape import walk
 from aflow_tune.models import as_client
 from aflow_tune.models.types import ModelClient

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Dict, cast  # noqa: UP035 (the contract's
 from aflow_tune.context import caller, keep, record_metrics, state_key
 from aflow_tune.data.fields import FieldRead
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.graph.broker import GraphLimits
+from aflow_tune.graph.run import GraphLimits
 from aflow_tune.graph.workflow import ScoreFunction, problem_of
 from aflow_tune.models import as_client
 from aflow_tune.models.clients import client_for
