@@ -64,7 +64,7 @@ def _up(options: argparse.Namespace) -> int:
         sizes = {"--num-cpus": options.num_cpus, "--num-gpus": options.num_gpus}
         given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
         started = machines.up_here(given)
-        print(f"a Ray runs at {started.address}; dashboard {started.dashboard}")
+        print(f"a Ray runs at {started['address']}; dashboard {started['dashboard']}")
         base, moved = ray_base()
         print(f"its files: {base / 'ray'}{f' ({moved})' if moved else ''}")
         print("next: aflow-tune CONFIG, or aflow-tune submit CONFIG; then aflow-tune cluster down")
@@ -82,8 +82,8 @@ def _up(options: argparse.Namespace) -> int:
     print(f"the cluster of {config} is up")
     print(f"next: ray dashboard {config}, and in another terminal")
     print("      aflow-tune submit CONFIG --address http://127.0.0.1:8265")
-    if started.address:
-        print(f"on a node: RAY_ADDRESS={started.address} aflow-tune CONFIG")
+    if started["address"]:
+        print(f"on a node: RAY_ADDRESS={started['address']} aflow-tune CONFIG")
     return ExitCode.DONE
 
 
