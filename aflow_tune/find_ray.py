@@ -142,7 +142,7 @@ def running_here() -> str | None:
     from ray._private.utils import get_ray_address_file, read_ray_address
 
     # Ray's own folder, then that of `aflow-tune cluster up`.
-    for folder in (os.path.dirname(get_ray_address_file(None)), str(ray_base()[0] / "ray")):
+    for folder in (os.path.dirname(get_ray_address_file(None)), str(ray_base() / "ray")):
         address: str | None = None
         with contextlib.suppress(OSError):  # another user's, which may not be looked at
             if os.stat(get_ray_address_file(folder)).st_uid == os.getuid():
@@ -281,33 +281,27 @@ def _asked(address: str, open_channel: Callable[..., Any]) -> str:
 
 
 _SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/dash_TaskEventsHead"
-"""The longest of those that Ray opens below its RAY_TMPDIR."""
 _PATH_BYTES = 107
+"""The longest of those that Ray opens below its RAY_TMPDIR, and what the system takes."""
 _PLAIN = re.compile(r"[\w/.,+=@~-]+", re.ASCII)
 """Nothing that has a meaning in the lists of paths and the command lines that Ray makes."""
 _UNMAPPED = 65534
 """Who owns what belongs to users that a container does not know."""
 
 
-def ray_base() -> tuple[Path, str]:
-    """What RAY_TMPDIR is for a Ray of ours, made or not, and why it is elsewhere than that variable
-    or TMPDIR says ('' where it is not).
+def ray_base() -> Path:
+    """What RAY_TMPDIR is for a Ray of ours, made or not.
 
-    What they say is taken as it is where nobody else may enter; otherwise it is a folder in there
-    that is the user's alone.
+    What that variable or TMPDIR says, where nobody else may enter; otherwise a folder in there that
+    is the user's alone; in /tmp, where the path would be too long for sockets or has characters
+    that Ray does not take.
     """
-    name, told = _told()
-    base = Path(os.path.abspath(Path(told).expanduser()))
+    base = Path(os.path.abspath(Path(_told()[1]).expanduser()))
     own = f"ray-{os.getuid()}"
     closed = not os.path.exists(base) or open_to_others(base) is None
     chosen = base if closed else base / own
-    if len(os.fsencode(chosen)) + len(_SOCKET) > _PATH_BYTES:
-        why = f"is too long for the paths of sockets ({_PATH_BYTES} bytes)"
-    elif not _PLAIN.fullmatch(str(chosen)):
-        why = "has a space or other characters that Ray does not take in a path"
-    else:
-        return chosen, ""
-    return Path("/tmp", own), f"{name}={told} {why}"
+    fits = len(os.fsencode(chosen)) + len(_SOCKET) <= _PATH_BYTES and _PLAIN.fullmatch(str(chosen))
+    return chosen if fits else Path("/tmp", own)
 
 
 def make_ray_base() -> Path:
@@ -316,7 +310,7 @@ def make_ray_base() -> Path:
     Raises:
         BadInput: it cannot be made, or others could change what is in it.
     """
-    base, _ = ray_base()
+    base = ray_base()
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = os.lstat(base)

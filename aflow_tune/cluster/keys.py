@@ -125,11 +125,8 @@ def _named_as_keys(config: AflowConfig) -> set[str]:
 @contextlib.contextmanager
 def handing_over(names: Sequence[str], namespace: str) -> Iterator[None]:
     """Answer the workers of a namespace with these variables of this process, during the block."""
-    held = {name: os.environ[name] for name in names}
-    ended = threading.Event()
-    thread = threading.Thread(
-        target=_answer, args=(held, namespace, ended), name="aflow-tune-keys", daemon=True
-    )
+    held, ended = {name: os.environ[name] for name in names}, threading.Event()
+    thread = threading.Thread(target=_answer, args=(held, namespace, ended), daemon=True)
     thread.start()
     try:
         yield

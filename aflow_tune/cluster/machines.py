@@ -206,7 +206,7 @@ def down(config: Path | None = None) -> str:
     processes = session_processes(known["session"])
     end_session(known["session"], processes)
     _note().unlink(missing_ok=True)
-    if left := alive(processes):
+    if left := [each.pid for each in alive(processes)]:
         raise RunFailed(f"processes of the Ray at {known['address']} are still there: {left}")
     return f"ended the Ray at {known['address']}: {len(processes)} processes"
 

@@ -83,8 +83,7 @@ def ray_for_run(
         with attached_ray(found, config, code, content, env_vars):
             yield
         return
-    base, moved = ray_base()
-    phase(f"starting Ray{f', with its files in {base}: {moved}' if moved else ''}")
+    phase(f"starting Ray, with its files in {ray_base()}")
     with tempfile.TemporaryDirectory(prefix="aflow-tune-") as folder:
         manifest = Path(folder) / shipping.MANIFEST
         manifest.write_bytes(shipping.manifest_of(code))
@@ -328,13 +327,13 @@ def _take_namespace(config: AflowConfig) -> None:
     deadline = time.monotonic() + _LEAVE_SECONDS
     while working := _actors_in(config.ray_namespace) - {_LASTING}:
         if time.monotonic() > deadline:
-            raise BadInput.of(
-                "A run of this name is working on the cluster.",
+            title, where = (
+                "A run of this name works on the cluster.",
                 config.positions.where("name"),
-                f"a name that is free: {config.ray_namespace!r} has actors",
-                ", ".join(sorted(working)),
-                "give another `name=`, or stop the other run first",
             )
+            expected = f"a name that is free: {config.ray_namespace!r} has actors"
+            cure = "give another `name=`, or stop the other run first"
+            raise BadInput.of(title, where, expected, ", ".join(sorted(working)), cure)
         time.sleep(0.5)
     _end_actors(config.ray_namespace)
 
@@ -376,11 +375,9 @@ def open_here(address: str) -> tuple[list[Fault], list[Any]]:
 
     faults, elsewhere = [], []
     for node in GcsClient(address=address).get_all_node_info().values():
-        if node.state != node.ALIVE:
-            continue
-        if not _is_here(node.node_manager_address, node.session_dir):
+        if node.state == node.ALIVE and not _is_here(node.node_manager_address, node.session_dir):
             elsewhere.append(node)
-        elif reason := open_to_others(node.temp_dir):
+        elif node.state == node.ALIVE and (reason := open_to_others(node.temp_dir)):
             faults.append(_open(node.node_manager_address, node.temp_dir, reason))
     return faults, elsewhere
 

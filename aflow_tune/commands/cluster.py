@@ -65,8 +65,7 @@ def _up(options: argparse.Namespace) -> int:
         given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
         started = machines.up_here(given)
         print(f"a Ray runs at {started['address']}; dashboard {started['dashboard']}")
-        base, moved = ray_base()
-        print(f"its files: {base / 'ray'}{f' ({moved})' if moved else ''}")
+        print(f"its files: {ray_base() / 'ray'}")
         print("next: aflow-tune CONFIG, or aflow-tune submit CONFIG; then aflow-tune cluster down")
         return ExitCode.DONE
     if options.num_cpus is not None or options.num_gpus is not None:

