@@ -8,13 +8,10 @@
 A token (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token) is used wherever there is one.
 Ray 2.60 does that by itself only for `auto`: with an explicit address it would send none.
 
-Also what one of our own needs here: a temporary folder that nobody but its user may enter, and
-room for its processes. Ray unpacks a run's code in that folder and lets everybody write into the
-folders that it makes, with every worker that starts anew: whoever gets there can replace what
-workers import next. So the folder is below one with mode 0700, and a Ray that is joined is looked
-at before code is sent.
-
-As a program it makes the folder and prints what `ray start --temp-dir` is given on a host.
+Also the folder of a Ray of our own. Ray unpacks a run's code there and lets everybody write into
+the folders that it makes: whoever gets in can replace what workers import next. So it is below a
+folder with mode 0700, and a Ray that is joined is looked at before code is sent. As a program this
+module makes the folder and prints what `ray start --temp-dir` is given on a host.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import resource
 import signal
 import stat
 import sys
@@ -31,8 +27,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-
-import psutil
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.sections import KeyPositions
@@ -43,7 +37,6 @@ _GREET_SECONDS = 20.0
 """As long as Ray itself asks: a head that is just starting is met."""
 _SILENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
 _WANTS_TOKEN = ("UNAUTHENTICATED", "PERMISSION_DENIED")
-_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,9 @@ def find_ray(config: Asking) -> FoundRay | None:
     if config.inline:
         return None
     if not config.prepared.ray_looked_for:
-        config.prepared.ray, config.prepared.ray_looked_for = _look(config), True
+        given = config.positions.given(_KEY)
+        where, address = config.positions.where(_KEY), config.cluster.ray_address if given else ""
+        config.prepared.ray, config.prepared.ray_looked_for = look_for(address, where), True
     found: FoundRay | None = config.prepared.ray
     return found
 
@@ -103,29 +98,26 @@ def uses_ray(config: Asking, engine: str | None = None) -> bool:
 
 
 def check_address(config: Asking, engine: str | None = None) -> Iterator[Fault]:
-    """What is wrong with the address of the Ray that a run would join, or what keeps one of its own
-    from starting here. `engine`: see `uses_ray`."""
+    """What is wrong with the address of the Ray that a run would join, or with the folder of one of
+    its own. `engine`: see `uses_ray`."""
     if uses_ray(config, engine):
         try:
             if find_ray(config) is None:
-                yield from check_own()
+                make_ray_base()
         except BadInput as error:
             yield from error.faults
 
 
-def check_own() -> Iterator[Fault]:
-    """What keeps a Ray of our own from starting here."""
-    try:
-        make_ray_base()
-    except BadInput as error:
-        yield from error.faults
-    yield from check_process_room()
+def look_for(address: str = "", where: str = "") -> FoundRay | None:
+    """The Ray at an address, `auto`, `local`, or ('') as RAY_ADDRESS says; None: there is none.
 
+    Args:
+        where: the place of the setting, for messages.
 
-def _look(config: Asking) -> FoundRay | None:
-    given = config.positions.given(_KEY)
-    where, address = config.positions.where(_KEY), config.cluster.ray_address if given else ""
-    if address in ("", "auto") and (of_environment := os.environ.get("RAY_ADDRESS")):
+    Raises:
+        BadInput: as `find_ray`.
+    """
+    if address in ("", "auto") and (of_environment := os.environ.get("RAY_ADDRESS", "").strip()):
         where, address = "RAY_ADDRESS", of_environment
     if address == "local":
         return None
@@ -143,15 +135,14 @@ def _look(config: Asking) -> FoundRay | None:
 
 
 def running_here() -> str | None:
-    """The address of the Ray that this user started on this machine as a cluster, if it answers.
+    """The address of the cluster that this user started on this machine, if it answers.
 
-    Those that other commands started for themselves alone are not among them, nor what another
-    user started: whoever runs code there could read what a run hands over.
+    Not what another user started: whoever runs code there could read what a run hands over.
     """
     from ray._private.utils import get_ray_address_file, read_ray_address
 
     # Ray's own folder, then that of `aflow-tune cluster up`.
-    for folder in (os.path.dirname(get_ray_address_file(None)), str(ray_base()[0] / "ray")):
+    for folder in (os.path.dirname(get_ray_address_file(None)), str(ray_base() / "ray")):
         address: str | None = None
         with contextlib.suppress(OSError):  # another user's, which may not be looked at
             if os.stat(get_ray_address_file(folder)).st_uid == os.getuid():
@@ -174,10 +165,8 @@ def use_token() -> bool:
 
 
 def greet(found: FoundRay) -> None:
-    """Use the token that is there, and see that this Ray, which is joined next, takes it.
-
-    Ray itself would say only that it failed to connect, and where something else has the port, or
-    nobody, it goes on trying for minutes.
+    """Use the token that is there, and see that this Ray, which is joined next, takes it. Ray
+    itself would go on trying for minutes, and say only that it failed to connect.
 
     Raises:
         BadInput: it wants a token, and this process has none or another; or no Ray answers.
@@ -282,7 +271,8 @@ def _asked(address: str, open_channel: Callable[..., Any]) -> str:
     import grpc
 
     with open_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
-        ask = channel.unary_unary(_ALIVE)  # no serialisers: the empty request is empty bytes
+        # No serialisers: the empty request is empty bytes.
+        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
         try:
             ask(b"", timeout=_ANSWER_SECONDS)
         except grpc.RpcError as error:
@@ -290,36 +280,28 @@ def _asked(address: str, open_channel: Callable[..., Any]) -> str:
     return "OK"
 
 
-# -- the folder of its files -------------------------------------------------------------------
-
 _SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/dash_TaskEventsHead"
-"""The longest of those that Ray opens below its RAY_TMPDIR."""
 _PATH_BYTES = 107
+"""The longest of those that Ray opens below its RAY_TMPDIR, and what the system takes."""
 _PLAIN = re.compile(r"[\w/.,+=@~-]+", re.ASCII)
 """Nothing that has a meaning in the lists of paths and the command lines that Ray makes."""
 _UNMAPPED = 65534
 """Who owns what belongs to users that a container does not know."""
 
 
-def ray_base() -> tuple[Path, str]:
-    """What RAY_TMPDIR is for a Ray of ours, made or not, and why it is elsewhere than that variable
-    or TMPDIR says ('' where it is not).
+def ray_base() -> Path:
+    """What RAY_TMPDIR is for a Ray of ours, made or not.
 
-    What they say is taken as it is where nobody else may enter; otherwise it is a folder in there
-    that is the user's alone.
+    What that variable or TMPDIR says, where nobody else may enter; otherwise a folder in there that
+    is the user's alone; in /tmp, where the path would be too long for sockets or has characters
+    that Ray does not take.
     """
-    name, told = _told()
-    base = Path(os.path.abspath(Path(told).expanduser()))
+    base = Path(os.path.abspath(Path(_told()[1]).expanduser()))
     own = f"ray-{os.getuid()}"
     closed = not os.path.exists(base) or open_to_others(base) is None
     chosen = base if closed else base / own
-    if len(os.fsencode(chosen)) + len(_SOCKET) > _PATH_BYTES:
-        why = f"is too long for the paths of sockets ({_PATH_BYTES} bytes)"
-    elif not _PLAIN.fullmatch(str(chosen)):
-        why = "has a space or other characters that Ray does not take in a path"
-    else:
-        return chosen, ""
-    return Path("/tmp", own), f"{name}={told} {why}"
+    fits = len(os.fsencode(chosen)) + len(_SOCKET) <= _PATH_BYTES and _PLAIN.fullmatch(str(chosen))
+    return chosen if fits else Path("/tmp", own)
 
 
 def make_ray_base() -> Path:
@@ -328,7 +310,7 @@ def make_ray_base() -> Path:
     Raises:
         BadInput: it cannot be made, or others could change what is in it.
     """
-    base, _ = ray_base()
+    base = ray_base()
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = os.lstat(base)
@@ -354,10 +336,13 @@ def open_to_others(folder: str | Path) -> str | None:
     A folder on the way has to keep others out, and nobody else may be able to put another one in
     its place. What is below it does not matter.
     """
-    folder = Path(os.path.abspath(folder))
+    folder, trusted = Path(os.path.abspath(folder)), {0, os.getuid()}
+    with contextlib.suppress(OSError), open("/proc/self/uid_map", encoding="ascii") as file:
+        if file.read().split() != ["0", "0", str(2**32 - 1)]:
+            trusted.add(_UNMAPPED)
     for path in (*reversed(folder.parents), folder):
         found = os.lstat(path)
-        if found.st_uid not in _trusted():
+        if found.st_uid not in trusted:
             return f"{path} belongs to another user"
         if stat.S_ISLNK(found.st_mode):
             return open_to_others(path.parent / os.readlink(path) / folder.relative_to(path))
@@ -368,61 +353,11 @@ def open_to_others(folder: str | Path) -> str | None:
     return f"other users may enter {folder}"
 
 
-def _trusted() -> set[int]:
-    trusted = {0, os.getuid()}
-    with contextlib.suppress(OSError), open("/proc/self/uid_map", encoding="ascii") as file:
-        if file.read().split() != ["0", "0", str(2**32 - 1)]:
-            trusted.add(_UNMAPPED)
-    return trusted
-
-
 def _told() -> tuple[str, str]:
     for name in ("RAY_TMPDIR", "TMPDIR"):
         if told := os.environ.get(name):
             return name, told
     return "", "/tmp"
-
-
-# -- room for its processes --------------------------------------------------------------------
-
-_NEEDED = 400
-"""Processes and threads of the smallest run on a Ray of its own, on two cores."""
-
-
-def check_process_room(
-    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
-) -> Iterator[Fault]:
-    """What keeps a Ray of our own from starting its processes: too few, and it hangs or is aborted.
-
-    Args:
-        proc, cgroups: where the system tells of our groups of processes, and of their limits.
-    """
-    limits = []
-    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if limit != resource.RLIM_INFINITY and os.getuid() != 0:
-        running = [each.info for each in psutil.process_iter(["uids", "num_threads"])]
-        mine = [told for told in running if told["uids"] and told["uids"].real == os.getuid()]
-        used = sum(told["num_threads"] or 1 for told in mine)
-        limits.append(("ulimit -u", limit, used, "raise the limit: ulimit -u unlimited"))
-    with contextlib.suppress(OSError):
-        for line in (proc / "self" / "cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            root = cgroups / controllers
-            group = root / path.lstrip("/")
-            # In a container the path may be that of the host, and the limit at the root.
-            for folder in (group, *group.parents) if controllers in ("", "pids") else ():
-                with contextlib.suppress(OSError, ValueError):
-                    if folder.is_relative_to(root):
-                        told = [
-                            (folder / name).read_text() for name in ("pids.max", "pids.current")
-                        ]
-                        cure = "raise the limit (in a container: docker run --pids-limit=-1)"
-                        limits.append((str(folder / "pids.max"), int(told[0]), int(told[1]), cure))
-    for where, limit, used, cure in limits:
-        if limit - used < _NEEDED:
-            expected = f"room for {_NEEDED} processes and threads, which Ray and a run have"
-            found = f"{max(limit - used, 0)}: {used} run, and the limit is {limit}"
-            yield Fault(where, expected, found, f"{cure}, or run in one process: --inline")
 
 
 if __name__ == "__main__":

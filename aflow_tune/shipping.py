@@ -1,10 +1,10 @@
 """How user code reaches processes that cannot see the user's folders.
 
 `gather` follows the imports of the run's modules through the user's own files (nothing is run) and
-takes along the folders that they are imported from. `write_bundle` copies these into one folder,
-in which every file keeps its whole path: Ray's `py_modules` carries it. `arrive` imports from
-there, under the names that the modules have on the user's machine and before anything of the same
-name that a node has. On one machine nothing is copied: the manifest leads to the files in place.
+takes along the folders that they are imported from. `write_bundle` copies these into one folder, in
+which every file keeps its whole path: Ray's `py_modules` carries it. `arrive` imports from there,
+under the names that the modules have on the user's machine and before anything of the same name
+that a node has. On one machine nothing is copied: the manifest leads to the files in place.
 
 Installed is the standard library, whatever lies in `site-packages` or `dist-packages`, and this
 package. All else is the user's, also what `pip install -e` installed: only this machine has it.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import fnmatch
-import functools
 import hashlib
 import importlib.abc
 import importlib.util
@@ -47,12 +46,12 @@ _KEYS = (
     *("*.pem", "*.key", "*.p12", "*.pfx", "*.kdbx", "id_rsa*", "id_ed25519*", "id_ecdsa*"),
 )
 _INSTALLED = ("site-packages", "dist-packages")
+_OWN_FOLDERS = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+_OWN_FOLDERS.append(Path(__file__).absolute().parent)
+_INSTALLED_FOLDERS = {*_OWN_FOLDERS, *(path.resolve() for path in _OWN_FOLDERS)}
+"""With links followed and not: an interpreter reached by a link names its modules by either."""
 _NEVER = (".*", *_KEYS, *_INSTALLED, "*.pyc", "*.egg-info", "node_modules", "__pycache__")
 _ENVIRONMENT_MARKS = {"pyvenv.cfg", "conda-meta"}
-_CANNOT_TRAVEL = "The code of this run cannot travel to the workers."
-
-
-# -- what travels ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -79,8 +78,9 @@ class Code:
             if not os.access(file, os.R_OK) or not str(file).isprintable():
                 self.warnings.append(f"{str(file)!a} stays here: it, or its name, cannot be read")
             elif size > MOST_FILE_BYTES:
-                why = f"it is too large to travel ({size / 2**20:.0f} MiB)"
-                self.warnings.append(f"{file} stays here, {why}: put it where every node sees it")
+                self.warnings.append(
+                    f"{file} is too large to travel: put it where all nodes see it"
+                )
             else:
                 self.files[file] = size
 
@@ -132,10 +132,8 @@ def gather(
         for path in [folder] if whole else own:
             code.take(path, stays)
         if not whole:
-            code.warnings.append(
-                f"{folder} is too large to travel whole: only the modules go along that your code "
-                "imports from there; list other files under `runtime_env: {include: [...]}`"
-            )
+            why = "is too large: only what your code imports from there travels, and what"
+            code.warnings.append(f"{folder} {why} `runtime_env: {{include: [...]}}` lists")
     for path in (Path(os.path.abspath(path)) for path in include):
         if holds_keys(path.name):
             code.warnings.append(f"{path} stays here: files that hold keys are never sent")
@@ -224,9 +222,8 @@ def _imports(file: Path, package: str, variables: set[str]) -> list[tuple[str, s
 def files_below(
     folder: Path, stays: LeftOut, above: frozenset[str] = frozenset()
 ) -> Iterator[tuple[Path, int]]:
-    """The files below a folder, with their sizes in bytes, but for those that never travel: hidden
-    ones (`.env` holds keys, `.git` is large), keys by their usual names, virtual environments and
-    caches."""
+    """The files below a folder, with their sizes in bytes, without hidden ones, keys by their usual
+    names, virtual environments and caches."""
     real = os.path.realpath(folder)
     if real in above:  # a link that leads back; one to a folder beside it is another name for that
         return
@@ -265,24 +262,12 @@ def is_installed(path: Path) -> bool:
     """Whether this absolute path belongs to what is installed."""
     if set(_INSTALLED) & set(path.parts):
         return True
-    return any(path.is_relative_to(place) for place in _installed_folders())
-
-
-@functools.cache
-def _installed_folders() -> tuple[Path, ...]:
-    """As written and with links followed: an interpreter that is reached by a link names its
-    modules by either."""
-    raw = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
-    raw.append(Path(__file__).absolute().parent)
-    return tuple({*raw, *(path.resolve() for path in raw)})
+    return any(path.is_relative_to(place) for place in _INSTALLED_FOLDERS)
 
 
 def holds_keys(name: str) -> bool:
     """Whether files of this name usually hold keys; these are never sent."""
     return any(fnmatch.fnmatch(name, never) for never in _KEYS)
-
-
-# -- the bundle --------------------------------------------------------------------------------
 
 
 def manifest_of(code: Code) -> bytes:
@@ -323,15 +308,15 @@ def write_bundle(
     for name, content in sorted({MANIFEST: manifest_of(code), **(extra or {})}.items()):
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
         (growing / name).write_bytes(content)
-    cure = "or leave it out: `runtime_env: {exclude: [...]}`"
+    leave = "or leave it out: `runtime_env: {exclude: [...]}`"
     for path in sorted(code.files):
         try:
             content = path.read_bytes()
         except OSError as error:
-            fix = f"make it readable, {cure}"
-            faults.append(Fault(str(path), "a file that can be read", str(error), fix))
+            expected, cure = "a file that can be read", f"make it readable, {leave}"
+            faults.append(Fault(str(path), expected, str(error), cure))
             continue
-        faults += secrets_in(content, secrets or {}, str(path), f"take the key out of it, {cure}")
+        faults += secrets_in(content, secrets or {}, str(path), f"take the key out of it, {leave}")
         digest.update(os.fsencode(path) + b"\0" + hashlib.sha256(content).digest())
         copy = growing / _FILES / str(path).lstrip("/")
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -339,7 +324,7 @@ def write_bundle(
         if path.stat().st_mode & 0o100:  # a program that the code starts
             copy.chmod(copy.stat().st_mode | 0o100)
     if faults:
-        raise BadInput(_CANNOT_TRAVEL, faults)
+        raise BadInput("The code of this run cannot travel to the workers.", faults)
     # Relative paths of the configuration and the code are from here; archives drop empty folders.
     here = growing / _FILES / str(Path.cwd()).lstrip("/")
     here.mkdir(parents=True, exist_ok=True)
@@ -359,9 +344,6 @@ def secrets_in(
             yield Fault(where, "no keys: clusters keep what is sent", f"the value of {name}", cure)
 
 
-# -- at the other end --------------------------------------------------------------------------
-
-
 @dataclass
 class Arrival(importlib.abc.MetaPathFinder):
     """A shipment in this process; finds the user's top-level modules."""
@@ -379,15 +361,6 @@ class Arrival(importlib.abc.MetaPathFinder):
     def here(self, path: str) -> str:
         """Where a file or folder of the user's machine lies here."""
         return path if self.base is None else str(self.base / path.lstrip("/"))
-
-    def relocated(self, path: str) -> str | None:
-        """Where a path of the user's machine lies here, if it travelled."""
-        if self.base is None or not path.startswith("/"):
-            return None
-        path = os.path.normpath(path)
-        inside = any(path == root or path.startswith(f"{root}/") for root in self.roots)
-        here = self.here(path)
-        return here if inside and os.path.exists(here) else None
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Of a module by its name in the manifest."""
@@ -458,9 +431,12 @@ def travelled(named: str) -> str:
     """A path of the settings, or `path/file.py:name`, as it is called here: in a submitted job what
     travelled lies elsewhere than on the user's machine."""
     file, colon, name = named.rpartition(":") if ".py:" in named else (named, "", "")
-    arrival = arrived()
-    moved = None if arrival is None else arrival.relocated(os.path.expanduser(file))
-    return named if moved is None else f"{moved}{colon}{name}"
+    arrival, path = arrived(), os.path.normpath(os.path.expanduser(file))
+    if arrival is None or arrival.base is None or not path.startswith("/"):
+        return named
+    inside = any(path == root or path.startswith(f"{root}/") for root in arrival.roots)
+    here = arrival.here(path)
+    return f"{here}{colon}{name}" if inside and os.path.exists(here) else named
 
 
 def path_here(path: str) -> Path:

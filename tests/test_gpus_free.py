@@ -238,14 +238,6 @@ def test_sigkill_comes_after_the_grace_and_only_to_who_needs_it(
     assert was_killed(stubborn, signal.SIGKILL)
 
 
-def test_a_zombie_counts_as_ended(machine: Machine, children: Children) -> None:
-    zombie = children.start(sleep=False)
-    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
-    machine([on_gpu(zombie)])
-    assert asked("0").outcomes == {zombie.pid: "ended"}
-    assert asked(pids=(zombie.pid,)).whole
-
-
 @needs_root
 def test_who_changes_user_between_show_and_yes_is_left_alone(
     machine: Machine, children: Children

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from fake_nvml import GIB, UNKNOWN, Gpu, Library
 from gpu_machine import OTHER_UID, Children, children, machine, needs_root
 
 from aflow_tune.cli import main
-from aflow_tune.gpus.devices import snapshot, use_and_memory
+from aflow_tune.gpus.devices import snapshot
 
 __all__ = ["children", "machine"]
 
@@ -157,21 +156,6 @@ def test_no_driver_and_no_bindings(
     assert "pip install nvidia-ml-py" in capsys.readouterr().err
 
 
-def test_a_number_of_gpus_that_the_driver_does_not_tell_is_not_none(
-    machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine([])
-    assert main(["gpus"]) == 1
-    assert "there is no GPU" in capsys.readouterr().out
-    lost = pynvml.NVML_ERROR_GPU_IS_LOST
-    monkeypatch.setitem(fake_nvml._FUNCTIONS, "nvmlDeviceGetCount_v2", lambda *_: lost)
-    machine([Gpu()])
-    assert main(["gpus"]) == 1
-    told = capsys.readouterr()
-    assert "there is no GPU" not in told.out
-    assert "GPU is lost" in told.err
-
-
 def test_a_terminal_obeys_nothing_of_a_command_line(
     machine: Machine, children: Children, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,41 +206,3 @@ def test_one_look_can_be_kept_and_flags_are_checked(
         assert f"--log {place}" in capsys.readouterr().err
     for seconds in ("0", "-1", "nan", "1e18"):
         assert main(["gpus", "--monitor", f"--interval={seconds}"]) == 2
-
-
-def test_on_a_terminal_it_redraws_in_place(machine: Machine, tmp_path: Path) -> None:
-    """The real command on a pseudo-terminal, with the stand-in driver in its process."""
-    master, slave = os.openpty()
-    code = (
-        "import fake_nvml, sys\n"
-        "from aflow_tune.cli import main\n"
-        "fake_nvml.install([fake_nvml.Gpu()])\n"
-        "sys.exit(main(['gpus', '--monitor', '--interval', '0.2']))\n"
-    )
-    here = Path(__file__).parent
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{here}:{here.parent}",
-        "TERM": "xterm",
-        "COLUMNS": "100",
-        "LINES": "30",
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=slave, stderr=slave, stdin=slave, env=environment
-    )
-    os.close(slave)
-    text = b""
-    while text.count(b"Ctrl-C ends") < 2:
-        text += os.read(master, 65536)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 0
-    os.close(master)
-    assert b"GPU 0  NVIDIA Test 80GB" in text
-    assert b"\x1b[" in text  # moved the cursor back between two pictures
-
-
-def test_use_and_memory_by_uuid(machine: Machine) -> None:
-    machine([Gpu(use=40, used=3 * GIB), Gpu(instances=[Gpu(use=None, used=GIB)])])
-    uuids = ["GPU-00000000-test", "MIG-00000001-0-test", "GPU-none"]
-    expected = {"GPU-00000000-test": (0.4, 3 * GIB), "MIG-00000001-0-test": (None, GIB)}
-    assert use_and_memory(uuids) == expected

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
 import sys
 import threading
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from user_packages import ENVIRONMENT, LOAD, SPECS, run_driver, write_files
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
 from aflow_tune.cluster.ray_for_run import code_of
-from aflow_tune.cluster.sent_function import pack, user_modules
+from aflow_tune.cluster.sent_function import pack
 from aflow_tune.config.load import load_config
 from aflow_tune.errors import BadInput
 from aflow_tune.shipping import Code, LeftOut, gather, write_bundle
@@ -78,17 +76,6 @@ def test_what_is_needed_there_is_named_with_its_place(
         "httpx": f"{user}/ship_needing.py:1",
         "jinja2": f"{user}/ship_needing.py:10",
     }
-
-
-def test_a_compiled_module_travels_as_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = f"ship_native/_speed{EXTENSION_SUFFIXES[0]}"
-    files = {"ship_native/flows.py": "from ship_native import _speed\n", name: "ELF"}
-    files["ship_native/__init__.py"] = ""
-    user, code = gathered(tmp_path, monkeypatch, "ship_native.flows", files)
-    assert user / name in code.files
-    assert not code.faults
 
 
 def test_keys_hidden_and_large_files_stay_at_home(
@@ -171,20 +158,6 @@ def test_modules_that_the_configuration_names_travel(
     assert list(found.modules) == ["ship_operators"]
 
 
-def test_a_module_and_its_siblings_are_the_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = {
-        "ship_main.py": "import ship_sibling\ndef own():\n    import ship_late\n",
-        "ship_sibling.py": "",
-        "ship_late.py": "",
-    }
-    gathered(tmp_path, monkeypatch, "ship_main", files)
-    module = __import__("ship_main")
-    assert user_modules([functools.partial(module.own), None]) == ["ship_main", "ship_sibling"]
-    assert user_modules([json.dumps]) == []
-
-
 # -- what cannot be sent -----------------------------------------------------------------------
 
 LOCK = threading.Lock()
@@ -203,16 +176,3 @@ def test_what_cannot_be_sent_is_named() -> None:
     (fault,) = refused.value.faults
     assert "`LOCK`" in fault.expected
     assert "inside the function" in fault.cure
-
-
-def test_what_is_sent_by_a_name_that_workers_do_not_have_is_refused(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import aflow_tune.engines.trinity\nfrom aflow_tune.cluster.sent_function import pack\n"
-        "class Only:\n    def __reduce__(self):\n        return 'only'\nonly = Only()\n"
-        "async def flow(task, model):\n    return float(only is not None)\npack([flow])\n"
-    )
-    ran = subprocess.run([sys.executable, script], capture_output=True, text=True)
-    assert f"{script}\n" in ran.stderr
-    assert "`only`" in ran.stderr
-    assert "into a module" in ran.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,13 @@ from rollout_simulation import (
     Cluster,
     Costs,
     Engine,
-    Servers,
     StepTimes,
     Sync,
     Work,
     simulate,
 )
 from simulated_cluster import (
-    Plan,
     calibrate,
-    limit,
     predict,
 )
 
@@ -120,25 +116,6 @@ def test_a_batch_slows_down_and_speeds_up_with_its_size() -> None:
     assert ends([(0.4, 100)], times, pause=(0.3, 0.2)) == pytest.approx([1.5])
 
 
-def test_random_arrivals_wait_as_long_as_theory_says() -> None:
-    """M/D/1: the mean wait is load x service / (2 x (1 - load)) (Pollaczek and Khinchine)."""
-    clock, draws, waits = Clock(), random.Random(0), []
-    server = Servers(clock, 1)
-
-    def come() -> None:
-        came = clock.now
-        server.serve(1.0, lambda: waits.append(clock.now - came - 1.0))
-
-    at = 0.0
-    for _ in range(20_000):
-        at += draws.expovariate(0.5)
-        clock.after(at, come)
-    clock.run()
-    assert len(waits) == 20_000
-    assert sum(waits) / len(waits) == pytest.approx(0.5, rel=0.1)
-    assert server.busy_seconds == pytest.approx(20_000.0)
-
-
 def told(true: Costs, cores: int = 8, idle: float = 0.0, others: float = 0.0) -> dict[str, Any]:
     """What `runner_scaling.py --json` would write of a machine with these costs, by formula: runs
     of 3 calls of 200 ms that never wait for each other."""
@@ -170,22 +147,3 @@ def test_calibration_finds_the_costs_of_a_machine_that_never_waits() -> None:
     assert found.background == pytest.approx(0.0, abs=1e-9)
     assert predict(told(true), found, 1) == pytest.approx(1 / 0.6325, rel=0.005)
     assert predict(told(true), found, 8) == pytest.approx(8 / 0.6325, rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("plan", "name"),
-    [
-        # One sequence at a time takes as long as 64 would: more at once is what is missing.
-        ({"runners": 1, "sync": 0.0}, "runners (twice as many)"),
-        ({"costs": Costs(scheduler=2.0)}, "scheduler (free)"),
-        ({"costs": Costs(runner=10.0), "cores_per_node": 1}, "processors of runners (free)"),
-        ({"sync": 100.0}, "weight sync (at once)"),
-    ],
-)
-def test_what_limits_is_the_change_that_helps_most(plan: dict[str, Any], name: str) -> None:
-    times = StepTimes(((1, 0.010), (64, 0.0101)), limit=64)
-    given = {"times": times, "work": Work(2, tokens=100), "costs": Costs(), "tasks": 8, **plan}
-    made = Plan(**given)
-    found, gain = limit(made, 2, made.play(2).runs_per_second)
-    assert found == name
-    assert gain > 0.5

@@ -15,29 +15,21 @@ from pathlib import Path
 import pytest
 import yaml
 from gcs_stand_in import gcs
-from project import run_dir, write_project
+from project import write_project
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
 from aflow_tune import shipping
 from aflow_tune.cluster import jobs, keys, machines, worker
-from aflow_tune.cluster.jobs import Submission, prepare_submission
+from aflow_tune.cluster.jobs import prepare_submission
 from aflow_tune.cluster.keys import Receiver, names_of_keys, seal, secrets_of
 from aflow_tune.cluster.ray_for_run import runtime_env_of
 from aflow_tune.config.changes import fingerprint_of
-from aflow_tune.config.load import load_config
+from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.errors import BadInput, RunFailed
 from aflow_tune.shipping import Arrival, Code
 
 ROOT = Path(__file__).resolve().parents[1]
 KEY = "sk-submission-0123456789"
-OPERATOR = """
-from aflow_tune.operators import Operator
-
-
-class Echo(Operator):
-    async def run(self, text: str):
-        return {"text": text}
-"""
 CLOSURE = """
 import os
 from typing import Dict
@@ -53,29 +45,6 @@ def make(key):
 
 
 two_calls = make(os.environ["SUBMISSION_KEY"])
-"""
-IN_THE_JOB = """
-import json, os, sys
-import aflow_tune.engines.trinity
-from pathlib import Path
-from aflow_tune.cluster.jobs import open_payload
-from aflow_tune.cluster.ray_for_run import code_of, runtime_env_of
-from aflow_tune.config import tasksets
-from aflow_tune.config import validate
-from aflow_tune.shipping import travelled
-
-config, functions = open_payload()
-validate.check_run_prompts(config)
-code, _ = code_of(config, functions)
-print(json.dumps({
-    "function": functions[0].__name__,
-    "rows": [tasksets.read_taskset(config, t).total for _, t, _ in tasksets.user_tasksets(config)],
-    "beside": config.positions.beside("extra/note.txt").read_text(),
-    "operator": os.path.exists(travelled(config.operators["Echo"]).rpartition(":")[0]),
-    "faults": [str(fault) for fault in code.faults],
-    "environment": runtime_env_of(config, code, Path("."), {"A": "b"}, True),
-    "command": config.command["config"],
-}))
 """
 
 
@@ -94,7 +63,7 @@ def project(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatc
     return client
 
 
-def sent(folder: Path, *overrides: str) -> Submission:
+def sent(folder: Path, *overrides: str) -> tuple[AflowConfig, dict, list[str], list[str]]:
     folder.mkdir()
     return prepare_submission(Path("config.yaml"), overrides, folder)
 
@@ -107,44 +76,6 @@ def refused(folder: Path, *overrides: str) -> BadInput:
 
 
 # -- a submitted run ---------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_job_has_the_run_without_the_clients_folder(project: Path, tmp_path: Path) -> None:
-    (project / "extra").mkdir()
-    (project / "extra" / "note.txt").write_text("here")
-    (project / "my_operators.py").write_text(OPERATOR)
-    out = tmp_path / "sent"
-    run = sent(out, f"operators.Echo={project}/my_operators.py:Echo")
-    assert (run.names, run.warnings) == ([], [])
-    assert run.run_dir == str(run_dir(project))
-    (bundle,) = run.environment["py_modules"]
-    assert run.environment["env_vars"] == {
-        "RAY_JOB_STOP_WAIT_TIME_S": "240",
-        "AFLOW_TUNE_SHIPMENT": Path(bundle).name,
-    }
-    project.rename(tmp_path / "away")
-    told = subprocess.run(
-        [sys.executable, "-c", IN_THE_JOB],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(out)]),
-            "AFLOW_TUNE_SHIPMENT": Path(bundle).name,
-        },
-        capture_output=True,
-        text=True,
-    )
-    assert told.returncode == 0, told.stderr
-    assert json.loads(told.stdout.splitlines()[-1]) == {
-        "function": "two_calls",
-        "rows": [12, 4],
-        "beside": "here",
-        "operator": True,
-        "faults": [],
-        "environment": {"env_vars": {"A": "b", "AFLOW_TUNE_KEYS": ""}},
-        "command": f"{project}/config.yaml",
-    }
 
 
 def test_what_means_another_thing_there_is_refused(project: Path, tmp_path: Path) -> None:
@@ -199,6 +130,15 @@ def test_a_key_inside_what_would_be_sent_is_refused(
     assert [fault.where for fault in told.faults] == [f"{project}/settings.json"]
 
 
+def test_a_key_among_the_settings_is_refused(project: Path, tmp_path: Path) -> None:
+    key = "monitor.monitor_args.api_key"
+    told = refused(tmp_path / "sent", "seed=2", f"{key}={KEY}", "runtime_env.env_vars.A_KEY=x")
+    assert sorted(fault.where for fault in told.faults) == [
+        f"command line: {key}",
+        "command line: runtime_env.env_vars.A_KEY",
+    ]
+
+
 def test_a_key_inside_a_closure_is_refused(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,15 +147,6 @@ def test_a_key_inside_a_closure_is_refused(
     told = refused(tmp_path / "closure")  # that the code names the variable is enough
     assert "SUBMISSION_KEY" in str(told)
     assert not list(tmp_path.rglob("job.pickle"))
-
-
-def test_a_key_among_the_settings_is_refused(project: Path, tmp_path: Path) -> None:
-    key = "monitor.monitor_args.api_key"
-    told = refused(tmp_path / "sent", "seed=2", f"{key}={KEY}", "runtime_env.env_vars.A_KEY=x")
-    assert sorted(fault.where for fault in told.faults) == [
-        f"command line: {key}",
-        "command line: runtime_env.env_vars.A_KEY",
-    ]
 
 
 def test_keys_are_those_of_models_of_the_code_and_those_listed_never_the_nodes(
@@ -278,9 +209,6 @@ def test_where_a_run_works_and_its_secrets_are_not_what_it_learns() -> None:
     assert kept("hunter22") == kept("another")
 
 
-# -- workers -----------------------------------------------------------------------------------
-
-
 def test_only_a_job_of_ours_has_its_environment_already(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,14 +263,6 @@ def test_hosts_become_a_cluster_of_rays_own_launcher_without_the_token(
     told = yaml.safe_load(machines.hosts_yaml(["gpu1"], "me").read_text())
     assert told["file_mounts"] == {}
     assert told["worker_start_ray_commands"][1].startswith("RAY_AUTH_MODE=disabled ")
-
-
-@pytest.mark.parametrize("content", [b"a: [", b"cluster_name: x", b"cluster_name: \xe9"])
-def test_what_is_no_cluster_yaml_is_refused(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_bytes(content)
-    with pytest.raises(BadInput, match=str(path)):
-        machines.read_cluster_yaml(path)
 
 
 def test_a_cluster_that_was_not_started_here_is_not_ended(no_token: None, shared: Path) -> None:

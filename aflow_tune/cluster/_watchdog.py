@@ -1,8 +1,7 @@
 """Waits until the command that started it is gone, then ends the Ray processes it left.
 
-Run as a script of its own, without importing the package: it must start in milliseconds and
-use almost no memory. Reads its standard input, a pipe that only the command holds open.
-Linux only (it reads /proc); elsewhere a killed command leaves its Ray to `ray stop`.
+Run as a script of its own, without importing the package. Reads its standard input, a pipe that
+only the command holds open. Linux only; elsewhere a killed command leaves its Ray to `ray stop`.
 """
 
 import contextlib
@@ -10,64 +9,55 @@ import os
 import select
 import signal
 import sys
-import time
+
+import psutil
+
+Processes = set[psutil.Process]
+"""Known by their start too: a process id that is given again is another process."""
 
 
-def session_processes(marker: str) -> dict[int, str]:
-    """Process ids of the session, with their start times.
+def session_processes(marker: str) -> Processes:
+    """The processes of a session.
 
     Ray's own servers carry the session's marker in their environment. Its workers rename
     themselves, which overwrites theirs: they are found as descendants of the servers.
     """
-    needle = f"AFLOW_TUNE_RAY_SESSION={marker}".encode()
-    parent_of: dict[int, int] = {}
-    started: dict[int, str] = {}
-    found: set[int] = set()
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid():
-            continue
-        pid = int(name)
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-                fields = file.read().rpartition(")")[2].split()
-            parent_of[pid], started[pid] = int(fields[1]), fields[19]
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                if needle in file.read().split(b"\0"):
-                    found.add(pid)
+    found: Processes = set()
+    everything = [each for each in psutil.process_iter(["ppid"]) if each.pid != os.getpid()]
+    for each in everything:
+        with contextlib.suppress(psutil.Error, OSError):
+            if each.environ().get("AFLOW_TUNE_RAY_SESSION") == marker:
+                found.add(each)
     grown = True
     while grown:
-        children = {pid for pid, parent in parent_of.items() if parent in found} - found
+        parents = {each.pid for each in found}
+        children = {each for each in everything if each.info["ppid"] in parents} - found
         found |= children
         grown = bool(children)
-    return {pid: started[pid] for pid in found}
+    return found
 
 
-def alive(processes: dict[int, str]) -> list[int]:
-    """Those of the processes that still run; a reused process id does not count."""
+def alive(processes: Processes) -> list[psutil.Process]:
+    """Those of the processes that still run."""
     running = []
-    for pid, started in processes.items():
-        with contextlib.suppress(OSError, IndexError):
-            with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-                fields = file.read().rpartition(")")[2].split()
-            if fields[19] == started and fields[0] != "Z":
-                running.append(pid)
+    for each in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if each.is_running() and each.status() != psutil.STATUS_ZOMBIE:
+                running.append(each)
     return running
 
 
-def end_session(marker: str, seen: dict[int, str] | None = None, spare: int | None = None) -> None:
+def end_session(marker: str, seen: Processes | None = None, spare: int | None = None) -> None:
     """Terminate every process of the session but `spare`; kill what is left after 3 s.
 
     `seen` are processes of the session found earlier, whose parents may be gone by now.
     """
-    processes = {**(seen or {}), **session_processes(marker)}
-    processes.pop(spare or -1, None)
+    processes = {each for each in (seen or set()) | session_processes(marker) if each.pid != spare}
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in alive(processes):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
-        deadline = time.monotonic() + 3
-        while alive(processes) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        for each in alive(processes):
+            with contextlib.suppress(psutil.Error):
+                each.send_signal(number)
+        psutil.wait_procs(alive(processes), timeout=3)
 
 
 def main() -> None:
@@ -78,11 +68,10 @@ def main() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     marker, command = sys.argv[1], os.getppid()
-    seen: dict[int, str] = {}
+    seen: Processes = set()
     while not select.select([0], [], [], 1.0)[0]:
-        seen = {pid: started for pid, started in seen.items() if alive({pid: started})}
-        seen.update(session_processes(marker))
-        seen.pop(command, None)
+        seen = {*alive(seen), *session_processes(marker)}
+        seen = {each for each in seen if each.pid != command}
     end_session(marker, seen)
 
 

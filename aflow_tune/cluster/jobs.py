@@ -1,12 +1,10 @@
 """`aflow-tune submit`: a run as a job of Ray's job server, and what becomes of it.
 
-The client needs the address of the cluster's dashboard and nothing else: no shared disk, no Ray
-process. It checks the run as far as it can, and sends the user's code with a payload beside it:
-the configuration as it was read, and the functions. What is written there has to hold on another
-machine: paths of files that travel are relative to the folder that the command was started in (the
-job starts in the copy of that one), all other paths mean the same place on every node or are
-refused. The job runs on the head node like a command there: it asks for its keys by printing a
-public key, prepares the run, and its last line tells how that ended.
+The client needs the address of the cluster's dashboard and nothing else. It checks the run as far
+as it can, and sends the user's code with a payload beside it: the configuration as it was read, and
+the functions. Paths of files that travel are relative to the folder that the command was started in
+(the job starts in the copy of that one); all others mean the same on every node or are refused. The
+job asks for its keys by printing a public key, and its last line tells how it ended.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,25 +62,14 @@ _KEYS_SECONDS, _AWAY_SECONDS, _ANSWER_SECONDS = 120.0, 120.0, 15.0
 _POLL_SECONDS = 0.5
 
 
-# -- what is sent ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Submission:
-    """A run that is ready to be sent."""
-
-    config: AflowConfig
-    environment: dict[str, Any]
-    """Ray's `runtime_env` of the job."""
-    names: list[str]
-    """Variables that the job has to be given, by name."""
-    run_dir: str
-    """The run folder; the job adds to it where `continue_from_checkpoint` is false."""
-    warnings: list[str]
-
-
-def prepare_submission(config_path: Path, overrides: Sequence[str], folder: Path) -> Submission:
+def prepare_submission(
+    config_path: Path, overrides: Sequence[str], folder: Path
+) -> tuple[AflowConfig, dict[str, Any], list[str], list[str]]:
     """Check a configuration as far as this machine can, and write what travels into `folder`.
+
+    Returns:
+        The configuration, Ray's `runtime_env` of the job, the names of the variables that the job
+        has to be given, and warnings.
 
     Raises:
         BadInput: the configuration, its code or its data were refused.
@@ -100,11 +86,8 @@ def prepare_submission(config_path: Path, overrides: Sequence[str], folder: Path
         if size <= MOST_FILE_BYTES and not holds_keys(file.name):
             code.files[file] = size
         else:
-            code.warnings.append(
-                f"{file} does not travel ({size / 2**20:.0f} MiB): the cluster is taken to have it "
-                "at the same place"
-            )
-    if faults := [*code.faults, *_not_everywhere(config), *_in_clear(config)]:
+            code.warnings.append(f"{file} does not travel: every node must see it where it is here")
+    if faults := [*code.faults, *_not_to_be_sent(config)]:
         raise BadInput("This run cannot be submitted.", faults)
     names = keys.names_of_keys(config, code)
     config.positions.file = os.path.relpath(config_path)
@@ -117,12 +100,11 @@ def prepare_submission(config_path: Path, overrides: Sequence[str], folder: Path
     extra = {_PAYLOAD: payload, _NAMES: "\n".join(names).encode()}
     # The job holds its keys, and says where: they are not asked for in its environment.
     environment = runtime_env_of(config, code, folder, waits, False, extra)
-    place = (str(config.checkpoint_root_dir), config.project, config.group, config.name)
-    return Submission(config, environment, names, os.path.join(*place), code.warnings)
+    return config, environment, names, code.warnings
 
 
-def _not_everywhere(config: AflowConfig) -> Iterator[Fault]:
-    """Settings that mean another thing on another machine."""
+def _not_to_be_sent(config: AflowConfig) -> Iterator[Fault]:
+    """Settings that mean another thing on another machine, or are keys: the YAML travels."""
     where, root = config.positions.where, config.checkpoint_root_dir
     if not root or not os.path.isabs(root):
         expected = "an absolute path that every node of the cluster sees"
@@ -144,18 +126,13 @@ def _not_everywhere(config: AflowConfig) -> Iterator[Fault]:
             expected = "a hub id, or an absolute path that every node of the cluster sees"
             cure = "put the model on a shared disk: model.model_path=/shared/models/NAME"
             yield Fault(place, expected, repr(name), cure)
-
-
-def _in_clear(config: AflowConfig) -> Iterator[Fault]:
-    """Settings that are keys: the YAML travels, and so do the settings."""
     for key, value in config.flatten().items():
-        if ".headers_env." in key or masked(key, value) == value:
-            continue
-        place = config.positions.where(key).partition("=")[0]  # what was typed holds the value
-        cure = "take it out and export it: clients read their keys from the environment"
-        if key.startswith("runtime_env.env_vars."):
-            cure = NAME_IT
-        yield Fault(place, "no keys: clusters keep what is sent", "a key in clear", cure)
+        if ".headers_env." not in key and masked(key, value) != value:
+            place = where(key).partition("=")[0]  # what was typed holds the value
+            cure = "take it out and export it: clients read their keys from the environment"
+            if key.startswith("runtime_env.env_vars."):
+                cure = NAME_IT
+            yield Fault(place, "no keys: clusters keep what is sent", "a key in clear", cure)
 
 
 def _data_of(config: AflowConfig, config_path: Path) -> list[Path]:
@@ -175,9 +152,6 @@ def _data_of(config: AflowConfig, config_path: Path) -> list[Path]:
         path = Path(os.path.abspath(config.positions.beside(name)))
         data += [file for file, _ in files_below(path, stays)] or [path] * path.is_file()
     return list(dict.fromkeys(data))
-
-
-# -- inside the job ----------------------------------------------------------------------------
 
 
 def open_payload() -> tuple[AflowConfig, tuple[Function | None, Function | None]]:
@@ -202,7 +176,7 @@ def _receive_keys() -> dict[str, str]:
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # made in Cython
 
     receiver = keys.Receiver()
-    uri = "{}://{}".format(*_package_of(receiver.public)).encode()
+    uri = f"gcs://{_package_of(receiver.public)}".encode()
     client = GcsClient(address=os.environ["RAY_ADDRESS"])
     print(f"{_WANTED}{receiver.public}", flush=True)
     deadline = time.monotonic() + _KEYS_SECONDS
@@ -215,12 +189,9 @@ def _receive_keys() -> dict[str, str]:
     raise RunFailed("the client did not send the keys; was it ended right after the submission?")
 
 
-def _package_of(public: str) -> tuple[str, str]:
-    """Protocol and name under which the keys for a public key are uploaded."""
-    return "gcs", f"_aflow_tune_keys_{public[:32]}.zip"
-
-
-# -- the client --------------------------------------------------------------------------------
+def _package_of(public: str) -> str:
+    """The package as which the keys for a public key are uploaded."""
+    return f"_aflow_tune_keys_{public[:32]}.zip"
 
 
 class Jobs:
@@ -269,30 +240,31 @@ class Jobs:
             RunFailed: the cluster did not take the job, or it ended before it asked for its keys.
         """
         with tempfile.TemporaryDirectory(prefix="aflow-tune-") as folder:
-            run = prepare_submission(config_path, overrides, Path(folder))
-            for warning in run.warnings:
+            prepared = prepare_submission(config_path, overrides, Path(folder))
+            config, environment, names, warned = prepared
+            for warning in warned:
                 say(f"warning: {warning}")
-            if not run.config.runtime_env.trust_users:
+            if not config.runtime_env.trust_users:
                 answer = self.client._do_request("GET", "/nodes?view=summary")
                 told = answer.json() if answer.ok else {}
                 refuse_open_server((told.get("data") or {}).get("summary") or [])
+            root = str(config.checkpoint_root_dir)
+            run_dir = os.path.join(root, config.project, config.group, config.name)
             # With `pip` the job's own environment is active, and `python` is its interpreter.
-            own = run.config.runtime_env.pip
-            python = "python" if own else f'"${{{PYTHON_VARIABLE}:-python}}"'
+            own = f'"${{{PYTHON_VARIABLE}:-python}}"'
+            python = "python" if config.runtime_env.pip else own
             try:
                 job = self.client.submit_job(
                     entrypoint=f"{python} -m aflow_tune.commands.run_submitted",
-                    runtime_env=run.environment,
-                    metadata={"aflow_tune_run": run.run_dir},
+                    runtime_env=environment,
+                    metadata={"aflow_tune_run": run_dir},
                 )
             except (OSError, RuntimeError, ValueError) as error:
                 text = " ".join(str(error).split())[-600:]
-                if "No available agent" in text:
-                    text += " (if that stays, start the head with --dashboard-agent-listen-port=P)"
                 raise RunFailed(f"the cluster did not take the job: {text}") from error
-        say(f"submitted {job}; run folder {run.run_dir}")
-        if run.names:
-            self._hand_over(job, run.names)
+        say(f"submitted {job}; run folder {run_dir}")
+        if names:
+            self._hand_over(job, names)
         return str(job)
 
     def follow(self, job: str, show: Callable[[str], None]) -> int:
@@ -328,8 +300,7 @@ class Jobs:
         text = self.client.get_job_logs(job)
         if len(text) > shown:
             show(text[shown:])
-        told = re.findall(rf"^{ENDED}(\d+)$", text, re.MULTILINE)
-        if told:
+        if told := re.findall(rf"^{ENDED}(\d+)$", text, re.MULTILINE):
             return int(told[-1])
         code = self.client.get_job_info(job).driver_exit_code
         return int(ExitCode.FAILED if code is None else code)
@@ -378,16 +349,14 @@ class Jobs:
                 raise RunFailed(told)
             time.sleep(_POLL_SECONDS)
         sealed = keys.seal({name: os.environ[name] for name in names}, asked[1])
-        protocol, name = _package_of(asked[1])
-        answer = self.client._do_request("PUT", f"/api/packages/{protocol}/{name}", data=sealed)
+        place = f"/api/packages/gcs/{_package_of(asked[1])}"
+        answer = self.client._do_request("PUT", place, data=sealed)
         if answer.status_code != requests.codes.ok:
             raise RunFailed(f"the cluster did not take the keys: {answer.text[:400]}")
 
 
 def _no_server(address: str, found: str) -> BadInput:
-    cure = (
-        "start one with `aflow-tune cluster up`, or give the dashboard: --address http://HOST:8265"
-    )
+    cure = "`aflow-tune cluster up`, or give a dashboard: --address http://HOST:8265"
     if re.search("oken|nauthorized|orbidden", found):
         cure = "copy the cluster's ~/.ray/auth_token here, or export RAY_AUTH_TOKEN=..."
     expected = "a Ray job server that takes us"

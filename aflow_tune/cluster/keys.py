@@ -1,13 +1,11 @@
 """Keys reach the workers in memory: from the command's environment to theirs, sealed.
 
-Ray logs the environment of a `runtime_env` in clear and shows it in its dashboard, and so would
-Trinity's `get_envs`. So only names are known outside: of the variables that the configuration
-names, that the user's code names, and of the usual hubs and trackers. Before a worker imports any
-code of the user's it puts a public key of its own into the cluster's table (Ray's internal
-key-value store, since a worker that just starts cannot call actors yet); the command answers
-with the keys, sealed for it, and both entries are deleted. A submitted job, whose client reaches
-nothing but the job server, prints its public key instead (`jobs.py`). On a Ray of our own nothing
-is needed: its processes have the command's environment.
+Ray logs the environment of a `runtime_env` in clear and shows it in its dashboard. So only names
+are known outside: of the variables that the configuration or the user's code names, and of the
+usual hubs and trackers. Before a worker imports any code of the user's it puts a public key of its
+own into the cluster's table (Ray's internal key-value store); the command answers with the keys,
+sealed for it, and both entries are deleted. A submitted job prints its public key instead
+(`jobs.py`). The processes of a Ray of our own have the command's environment anyway.
 
 Sealed is with X25519, HKDF-SHA256 and ChaCha20-Poly1305, with a key pair of the sender's that is
 used once. Who can read or change the cluster's storage learns nothing from it, but who can change
@@ -95,7 +93,11 @@ def names_of_keys(config: AflowConfig, code: Code) -> list[str]:
     external = config.model.external_model
     named = {*_USUAL, *code.variables, *_named_as_keys(config)}
     named |= {str(external.base_url_env)} if external.enable else set()
-    return sorted(name for name in named if name in os.environ and not _is_of_the_node(name))
+    return sorted(
+        name
+        for name in named - _OF_THE_NODE
+        if name in os.environ and not name.startswith(_OF_THE_NODE_BY_PREFIX)
+    )
 
 
 def secrets_of(config: AflowConfig, code: Code) -> dict[str, str]:
@@ -120,18 +122,11 @@ def _named_as_keys(config: AflowConfig) -> set[str]:
     return named | ({str(external.api_key_env)} if external.enable else set())
 
 
-def _is_of_the_node(name: str) -> bool:
-    return name in _OF_THE_NODE or name.startswith(_OF_THE_NODE_BY_PREFIX)
-
-
 @contextlib.contextmanager
 def handing_over(names: Sequence[str], namespace: str) -> Iterator[None]:
     """Answer the workers of a namespace with these variables of this process, during the block."""
-    held = {name: os.environ[name] for name in names}
-    ended = threading.Event()
-    thread = threading.Thread(
-        target=_answer, args=(held, namespace, ended), name="aflow-tune-keys", daemon=True
-    )
+    held, ended = {name: os.environ[name] for name in names}, threading.Event()
+    thread = threading.Thread(target=_answer, args=(held, namespace, ended), daemon=True)
     thread.start()
     try:
         yield
@@ -187,9 +182,6 @@ def _place(namespace: str) -> str:
     return f"keys/{hashlib.sha256(namespace.encode()).hexdigest()}/"
 
 
-_PUBLIC_BYTES, _NONCE_BYTES = 32, 12
-
-
 class Receiver:
     """One key pair; `public` is what a sender needs."""
 
@@ -207,22 +199,20 @@ class Receiver:
         Raises:
             RunFailed: it was not sealed for this receiver, or was changed.
         """
-        sender = X25519PublicKey.from_public_bytes(sealed[:_PUBLIC_BYTES])
-        nonce = sealed[_PUBLIC_BYTES : _PUBLIC_BYTES + _NONCE_BYTES]
-        cipher = _cipher(self._private, sender, self.public)
+        sender = X25519PublicKey.from_public_bytes(sealed[:32])
         try:
-            content = cipher.decrypt(nonce, sealed[_PUBLIC_BYTES + _NONCE_BYTES :], None)
+            cipher = _cipher(self._private, sender, self.public)
+            return dict(json.loads(cipher.decrypt(sealed[32:44], sealed[44:], None)))
         except InvalidTag as error:
             raise RunFailed("the keys that arrived were not sealed for this job") from error
-        keys: dict[str, str] = json.loads(content)
-        return keys
 
 
 def seal(keys: Mapping[str, str], public: str) -> bytes:
-    """Seal keys for the receiver with this public half: sender's public key, nonce, content."""
+    """Seal keys for the receiver with this public half: sender's public key (32 bytes), nonce (12),
+    content."""
     own = X25519PrivateKey.generate()
     receiver = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
-    nonce = os.urandom(_NONCE_BYTES)
+    nonce = os.urandom(12)
     content = _cipher(own, receiver, public).encrypt(nonce, json.dumps(dict(keys)).encode(), None)
     return own.public_key().public_bytes_raw() + nonce + content
 

@@ -59,8 +59,7 @@ def local_ray(
         sizes["num_cpus"] += 4 * logical_gpus  # verl reserves three beside each of its GPUs
     if not for_gpus:
         sizes["object_store_memory"] = OBJECT_STORE_BYTES
-    # A process of the session that outlives the command is recognised by this variable,
-    # which every Ray process inherits from us.
+    # Every Ray process inherits it, and is recognised by it when the command is gone.
     marker = f"{os.getpid()}-{time.time_ns()}"
     os.environ["AFLOW_TUNE_RAY_SESSION"] = marker
     # Ray opens its ports on every interface of a Linux machine, unless clusters are off: then
@@ -101,8 +100,8 @@ def did_not_start(told: str, base: Path) -> RunFailed:
     last = lines[-1][:600] if lines else "it does not say why"
     logs = base / "ray/session_latest/logs"
     return RunFailed(
-        f"Ray did not start: {last}\nIts logs are in {logs}; `aflow-tune doctor` looks at memory, "
-        "disk and limits. `--inline` runs without Ray."
+        f"Ray did not start: {last}\nIts logs are in {logs}; it needs room for some 400 processes "
+        "and threads (`ulimit -u`; docker run --pids-limit). `--inline` runs without Ray."
     )
 
 

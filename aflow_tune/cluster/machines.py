@@ -15,8 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,51 +26,26 @@ from aflow_tune.cluster._watchdog import alive, end_session, session_processes
 from aflow_tune.cluster.local_ray import did_not_start
 from aflow_tune.engines.local.models import cache_dir
 from aflow_tune.errors import BadInput, RunFailed
-from aflow_tune.find_ray import check_own, ray_base, running_here, use_token
+from aflow_tune.find_ray import make_ray_base, running_here, use_token
 
 PYTHON_VARIABLE = "AFLOW_TUNE_PYTHON"
 """Environment variable of a node: the interpreter of jobs, where `python` is another one."""
 GCS_PORT = 6379
 _TOKEN = "~/.ray/auth_token"
+Note = dict[str, str]
+"""The cluster that `up` started last, as it is kept between commands: of this machine `address`,
+`dashboard` and `session` (what its processes have in their environment), of several `config` (the
+YAML), `address` and `prefix` (what a command on a host begins with)."""
 
 
-@dataclass
-class Machines:
-    """The cluster that `up` started last, as it is kept between commands."""
-
-    kind: str
-    """'here', or 'several'."""
-    address: str = ""
-    dashboard: str = ""
-    session: str = ""
-    """On this machine: what the processes of this Ray have in their environment."""
-    config: str = ""
-    """Of several machines: the Ray cluster YAML."""
-    prefix: str = ""
-    """Of several hosts: what a command there begins with, so that it is Ray's of the right
-    environment, with the token."""
-
-    @classmethod
-    def known(cls) -> Machines | None:
-        """What `up` noted, if `down` has not removed it."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            return cls(**json.loads(_note().read_text(encoding="utf-8")))
-        return None
-
-    def keep(self) -> Machines:
-        _note().parent.mkdir(parents=True, exist_ok=True)
-        _note().write_text(json.dumps(asdict(self)), encoding="utf-8")
-        return self
-
-
-def up_here(options: Sequence[str] = ()) -> Machines:
+def up_here(options: Sequence[str] = ()) -> Note:
     """Start a Ray on this machine that later commands find by themselves.
 
     Args:
         options: further arguments of `ray start`, such as --num-cpus=4.
 
     Raises:
-        BadInput: one runs already, or the machine has no place or no room for its processes.
+        BadInput: one runs already, or the machine has no place for its files.
         RunFailed: it did not start.
     """
     running = running_here()
@@ -79,9 +53,7 @@ def up_here(options: Sequence[str] = ()) -> Machines:
         cure = "use it (`aflow-tune cluster status`), or end it first: `aflow-tune cluster down`"
         title = "A Ray runs on this machine already."
         raise BadInput.of(title, running, "no running Ray", "one that answers", cure)
-    if faults := list(check_own()):
-        raise BadInput("A Ray cannot be started here.", faults)
-    base, _ = ray_base()
+    base = make_ray_base()
     make_token()
     session = f"cluster-{os.getpid()}-{time.time_ns()}"
     environment = {
@@ -106,12 +78,11 @@ def up_here(options: Sequence[str] = ()) -> Machines:
         end_session(session)
         silent = "it started, but does not answer" if started.returncode == 0 else ""
         raise did_not_start(silent or started.stderr or started.stdout, base)
-    return Machines("here", address, f"http://127.0.0.1:{dashboard}", session).keep()
+    url = f"http://127.0.0.1:{dashboard}"
+    return _keep({"address": address, "dashboard": url, "session": session})
 
 
-def up_several(
-    config: Path, say: Callable[[str], None] = print, environment: str | None = None
-) -> Machines:
+def up_several(config: Path, environment: str | None = None) -> Note:
     """Start the cluster of a Ray cluster YAML with `ray up`, whose output is shown.
 
     Args:
@@ -121,14 +92,13 @@ def up_several(
         BadInput: the YAML cannot be read.
         RunFailed: `ray up` failed.
     """
-    told = read_cluster_yaml(config)
+    provider = read_cluster_yaml(config)["provider"] or {}
     make_token()
-    say(f"ray up {config}")
+    print(f"ray up {config}", flush=True)
     _run(["up", "-y", "--no-config-cache", str(config)])
-    provider = told.get("provider") or {}
     address = f"{provider['head_ip']}:{GCS_PORT}" if "head_ip" in provider else ""
     prefix = _prefix(environment) if config == _hosts_file() else ""
-    return Machines("several", address, config=str(config.absolute()), prefix=prefix).keep()
+    return _keep({"address": address, "config": str(config.absolute()), "prefix": prefix})
 
 
 def hosts_yaml(
@@ -136,8 +106,8 @@ def hosts_yaml(
 ) -> Path:
     """Write the YAML of a cluster of hosts that are reached by ssh; the first is the head.
 
-    The token travels as a file, by ssh. Nodes talk on their network, with the token; the
-    dashboard listens on the head's loopback (`ray dashboard YAML` forwards it).
+    The token travels as a file, by ssh. The dashboard listens on the head's loopback (`ray
+    dashboard YAML` forwards it).
 
     Args:
         user: the ssh user on all hosts.
@@ -145,24 +115,32 @@ def hosts_yaml(
         environment: the virtual environment with aflow-tune on every host.
 
     Raises:
-        BadInput: a host is named twice, or the token is in no file.
+        BadInput: a host is named twice, or the token is in the environment alone.
     """
     if len(set(hosts)) < len(hosts):
         title, given = "A host is named twice.", " ".join(hosts)
         raise BadInput.of(title, given, "each host once", given, "name each once")
-    token = _token_file()
+    with_token = _auth_mode() == "token"
+    if with_token and os.environ.get("RAY_AUTH_TOKEN"):
+        expected = "a token in a file, which is copied to the hosts by ssh"
+        cure = f"unset it, and one in {_TOKEN} is used or made; or set RAY_AUTH_TOKEN_PATH"
+        title, found = "The hosts cannot be given the token.", "a token in the environment"
+        raise BadInput.of(title, "RAY_AUTH_TOKEN", expected, found, cure)
+    token = os.environ.get("RAY_AUTH_TOKEN_PATH") or _TOKEN
     path = _path(environment)
     # A worker would take the path of the head's folder, which may be another user's there.
     folder = f"python -m {find_ray.__name__}"
     ray_start = f"{_prefix(environment)}RAY_USAGE_STATS_ENABLED=0 ray start --temp-dir=$({folder})"
-    auth = {"ssh_user": user} | ({} if key is None else {"ssh_private_key": key})
+    workers = list(hosts[1:])
     told = {
         "cluster_name": "aflow-tune",
-        "provider": {"type": "local", "head_ip": hosts[0], "worker_ips": list(hosts[1:])},
-        "auth": auth,
-        "min_workers": len(hosts) - 1,
-        "max_workers": len(hosts) - 1,
-        "file_mounts": {} if token is None else {_TOKEN: token},
+        "provider": {"type": "local", "head_ip": hosts[0], "worker_ips": workers},
+        "auth": {"ssh_user": user} | ({} if key is None else {"ssh_private_key": key}),
+        "min_workers": len(workers),
+        "max_workers": len(workers),
+        "file_mounts": {_TOKEN: token if token == _TOKEN else os.path.abspath(token)}
+        if with_token
+        else {},
         "setup_commands": [f"{path}{folder}"],  # where aflow-tune or the folder is missing, it ends
         "head_start_ray_commands": [
             f"{path}ray stop",
@@ -187,21 +165,20 @@ def status(config: Path | None = None) -> str:
         BadInput: no Ray runs here, and no other cluster is known.
         RunFailed: it does not answer.
     """
-    known, address = Machines.known(), running_here()
-    if config is None and address is None and known is not None and known.kind == "several":
-        config = Path(known.config)
+    known, address = _known(), running_here()
+    if config is None and address is None and known.get("config"):
+        config = Path(known["config"])
     if config is not None:
         read_cluster_yaml(config)
-        last = known is not None and known.config == str(config.absolute())
-        prefix = known.prefix if known is not None and last else ""
+        prefix = known.get("prefix", "") if known.get("config") == str(config.absolute()) else ""
         return _run(["exec", str(config), f"{prefix}ray status"], shown=False)
     if address is None:
         cure = "aflow-tune cluster up, or name the YAML of a cluster elsewhere"
         title = "There is no cluster."
         raise BadInput.of(title, "this machine", "a Ray that answers", "none", cure)
     lines = [f"address:   {address}", f"token:     {'used' if use_token() else 'none'}"]
-    if known is not None and known.address == address:
-        lines.append(f"dashboard: {known.dashboard}")
+    if known.get("address") == address:
+        lines.append(f"dashboard: {known['dashboard']}")
     return "\n".join([*lines, _run(["status", f"--address={address}"], shown=False).strip()])
 
 
@@ -210,35 +187,33 @@ def down(config: Path | None = None) -> str:
 
     Raises:
         BadInput: `up` started none, and none is named.
-        RunFailed: `ray down` failed.
+        RunFailed: `ray down` failed, or processes are still there.
     """
-    known = Machines.known()
-    if config is None and known is not None and known.kind == "several":
-        config = Path(known.config)
+    known = _known()
+    if config is None and known.get("config"):
+        config = Path(known["config"])
     if config is not None:
         read_cluster_yaml(config)
         _run(["down", "-y", str(config)])
         _note().unlink(missing_ok=True)
         return f"ended the cluster of {config}"
-    if known is None:
+    if not known:
         running = running_here()
         found = f"the Ray at {running}, which something else started" if running else "none"
         expected = "a Ray that `aflow-tune cluster up` started"
         cure = "`ray stop` ends every Ray of yours on this machine" if running else "nothing to do"
         raise BadInput.of("There is no cluster to end.", "this machine", expected, found, cure)
-    processes = session_processes(known.session)
-    end_session(known.session, processes)
+    processes = session_processes(known["session"])
+    end_session(known["session"], processes)
     _note().unlink(missing_ok=True)
-    if left := alive(processes):
-        raise RunFailed(f"processes of the Ray at {known.address} are still there: {left}")
-    return f"ended the Ray at {known.address}: {len(processes)} processes"
+    if left := [each.pid for each in alive(processes)]:
+        raise RunFailed(f"processes of the Ray at {known['address']} are still there: {left}")
+    return f"ended the Ray at {known['address']}: {len(processes)} processes"
 
 
 def make_token() -> None:
-    """See to it that there is a token, and that the Ray started next asks for it.
-
-    `RAY_AUTH_MODE` wins. The token is Ray's own, in its own place.
-    """
+    """See to it that there is a token, in Ray's own place, and that the Ray started next asks for
+    it; `RAY_AUTH_MODE` wins."""
     if _auth_mode() != "token":
         return
     # It prints the token: what it says is never shown.
@@ -247,37 +222,6 @@ def make_token() -> None:
         raise RunFailed("Ray could not make a token; try `ray get-auth-token --generate`")
     os.environ["RAY_AUTH_MODE"] = "token"
     use_token()
-
-
-def _prefix(environment: str | None) -> str:
-    """What a command on one of the hosts begins with."""
-    return f"{_path(environment)}RAY_AUTH_MODE={_auth_mode()} "
-
-
-def _path(environment: str | None) -> str:
-    return f"export PATH={environment}/bin:$PATH; " if environment else ""
-
-
-def _auth_mode() -> str:
-    return os.environ.get("RAY_AUTH_MODE", "token").lower()
-
-
-def _token_file() -> str | None:
-    """The file with the token, which `ray up` copies to the hosts by ssh; None: they ask for none.
-
-    Raises:
-        BadInput: the token is in the environment alone. It would have to be written down.
-    """
-    if _auth_mode() != "token":
-        return None
-    if os.environ.get("RAY_AUTH_TOKEN"):
-        expected = "a token in a file, which is copied to the hosts by ssh"
-        cure = "unset it, and one in ~/.ray/auth_token is used or made; or name a file of yours "
-        cure += "with RAY_AUTH_TOKEN_PATH"
-        title, found = "The hosts cannot be given the token.", "a token in the environment"
-        raise BadInput.of(title, "RAY_AUTH_TOKEN", expected, found, cure)
-    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    return os.path.abspath(named) if named else _TOKEN
 
 
 def read_cluster_yaml(path: Path) -> Mapping[str, Any]:
@@ -296,6 +240,19 @@ def read_cluster_yaml(path: Path) -> Mapping[str, Any]:
     expected = "a Ray cluster YAML, with `cluster_name` and `provider`"
     cure = "see Ray's cluster YAML reference; `aflow-tune cluster up HOST HOST` writes one"
     raise BadInput.of("The cluster cannot be read.", str(path), expected, found, cure)
+
+
+def _prefix(environment: str | None) -> str:
+    """What a command on one of the hosts begins with."""
+    return f"{_path(environment)}RAY_AUTH_MODE={_auth_mode()} "
+
+
+def _path(environment: str | None) -> str:
+    return f"export PATH={environment}/bin:$PATH; " if environment else ""
+
+
+def _auth_mode() -> str:
+    return os.environ.get("RAY_AUTH_MODE", "token").lower()
 
 
 def _ray(*arguments: str) -> list[str]:
@@ -326,3 +283,16 @@ def _hosts_file() -> Path:
 
 def _note() -> Path:
     return cache_dir() / "cluster.json"
+
+
+def _known() -> Note:
+    """What `up` noted; {} if nothing, or `down` has removed it."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads(_note().read_text(encoding="utf-8")))
+    return {}
+
+
+def _keep(note: Note) -> Note:
+    _note().parent.mkdir(parents=True, exist_ok=True)
+    _note().write_text(json.dumps(note), encoding="utf-8")
+    return note

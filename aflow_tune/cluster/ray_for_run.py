@@ -1,10 +1,10 @@
 """The Ray of one run: a running one that was found, or one of its own.
 
-Before a run starts on a Ray of others, two things are asked of its nodes. First, on a connection
-that brings no code: could other users of a machine change what Ray unpacks there. Then, in the
-very environment that the run's workers get: is our package there in this version, are the
-packages there that the user's code imports, does the node see the run folder. What is missing is
-refused with all nodes at once. Afterwards nothing of the run is left on it.
+Before a run starts on a Ray of others, two things are asked of its nodes, by `aflow-tune doctor`
+too. First, on a connection that brings no code: could other users of a machine change what Ray
+unpacks there (`open_sessions`). Then, in the environment of the run's workers: is our package there
+in this version, are the packages that the user's code imports, does the node see the run folder
+(`lacking_on_nodes`). Afterwards nothing of the run is left on it.
 """
 
 from __future__ import annotations
@@ -48,15 +48,12 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 READ_INSIDE = "read it inside the function, with os.environ: every worker has it"
 NAME_IT = "give its name instead: `runtime_env: {secrets: [NAME]}`"
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _LASTING = "synchronizer"
 _LEAVE_SECONDS = 15.0
 """How long the actors of a command that was just killed may take to go."""
 _ASK_SECONDS = 300.0
 """For the first workers of all nodes: `runtime_env.pip` is installed then."""
 _OPEN = "Other users could change the code of this run."
-_JOINING = (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError)
-"""What `ray.init` raises where a Ray cannot be joined."""
 
 
 @contextlib.contextmanager
@@ -74,10 +71,7 @@ def ray_for_run(
     """
     if ray.is_initialized():  # code and keys are part of how a process joins Ray
         expected = "a process that has not joined Ray: the run does that, with its code and keys"
-        cure = (
-            "take `ray.init()` out and name the cluster with `cluster.ray_address` or "
-            "RAY_ADDRESS; or call `ray.shutdown()` before tune()"
-        )
+        cure = "take `ray.init()` out and name the cluster with `cluster.ray_address`"
         title = "This process is on a Ray already."
         raise BadInput.of(title, "ray.init()", expected, "it was called before tune()", cure)
     code, content = code_of(config, functions)
@@ -89,8 +83,7 @@ def ray_for_run(
         with attached_ray(found, config, code, content, env_vars):
             yield
         return
-    base, moved = ray_base()
-    phase(f"starting Ray{f', with its files in {base}: {moved}' if moved else ''}")
+    phase(f"starting Ray, with its files in {ray_base()}")
     with tempfile.TemporaryDirectory(prefix="aflow-tune-") as folder:
         manifest = Path(folder) / shipping.MANIFEST
         manifest.write_bytes(shipping.manifest_of(code))
@@ -101,17 +94,12 @@ def ray_for_run(
             yield
 
 
-# -- its code ----------------------------------------------------------------------------------
-
-
 def code_of(
     config: AflowConfig, functions: Iterable[Function | None], further: Iterable[Any] = ()
 ) -> tuple[Code, bytes]:
-    """What the functions of a run and the modules that its configuration names need; and the
-    functions as bytes, which shows that they can be sent.
-
-    In a submitted job the client has found and sent everything, and only what is said of the
-    nodes is asked again.
+    """What the functions of a run and the modules that its configuration names (in dotted paths,
+    such as that of a policy loss) need; and the functions as bytes, which shows that they can be
+    sent. In a submitted job the client has found and sent everything.
 
     Args:
         further: other objects whose code has to travel, such as operators.
@@ -120,7 +108,13 @@ def code_of(
         BadInput: something that a function holds cannot be pickled; it is named.
     """
     content, modules = pack(functions)
-    modules |= pack(further)[1] | _named_modules(config)
+    named = [value for value in config.flatten().values() if isinstance(value, str)]
+    dotted = [value for value in named if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", value)]
+    modules |= pack(further)[1] | {
+        name
+        for name in (value.rpartition(".")[0] for value in dotted)
+        if (spec := shipping.find_module(name)) and spec.origin
+    }
     texts = [text for _, text, _ in pickletools.genops(content) if isinstance(text, str)]
     runs = [Path(config.checkpoint_root_dir)] if config.checkpoint_root_dir else []
     in_job = shipping.is_submitted()
@@ -130,13 +124,6 @@ def code_of(
     if in_job:
         code.faults.clear()
     return code, content
-
-
-def _named_modules(config: AflowConfig) -> set[str]:
-    """The user's modules in dotted paths of the settings, such as that of a policy loss."""
-    named = [value for value in config.flatten().values() if isinstance(value, str)]
-    modules = {value.rpartition(".")[0] for value in named if _DOTTED.fullmatch(value)}
-    return {name for name in modules if (spec := shipping.find_module(name)) and spec.origin}
 
 
 def refuse_secrets(content: bytes, secrets: Mapping[str, str], where: str, cure: str) -> None:
@@ -186,9 +173,6 @@ def runtime_env_of(
     return environment
 
 
-# -- a Ray of others ---------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def attached_ray(
     found: FoundRay,
@@ -211,15 +195,15 @@ def attached_ray(
         raise BadInput("The code of this run cannot travel to the workers.", code.faults)
     refuse_secrets(content, keys.secrets_of(config, code), "the functions", READ_INSIDE)
     greet(found)
-    if not config.runtime_env.trust_users:
-        _refuse_open_sessions(found)
+    if not config.runtime_env.trust_users and (faults := open_sessions(found)):
+        raise BadInput(_OPEN, faults)
     names = keys.names_of_keys(config, code)
-    with tempfile.TemporaryDirectory(prefix="aflow-tune-") as folder, handlers_kept():
-        runtime_env = runtime_env_of(config, code, Path(folder), env_vars, bool(names))
+    with tempfile.TemporaryDirectory(prefix="aflow-tune-") as bundles, handlers_kept():
+        runtime_env = runtime_env_of(config, code, Path(bundles), env_vars, bool(names))
         before = os.getcwd()
-        os.chdir(folder)  # Ray puts it in front of the workers' sys.path: here it is nothing
+        os.chdir(bundles)  # Ray puts it in front of the workers' sys.path: here it is nothing
         try:
-            _init(found, namespace=config.ray_namespace, runtime_env=runtime_env)
+            join(found, namespace=config.ray_namespace, runtime_env=runtime_env)
         finally:
             os.chdir(before)
     try:
@@ -227,7 +211,11 @@ def attached_ray(
         with contextlib.ExitStack() as stack:
             if names:
                 stack.enter_context(keys.handing_over(names, config.ray_namespace))
-            _ask_nodes(config, code)
+            folder = Path(config.checkpoint_job_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            where = config.positions.where("checkpoint_root_dir")
+            if faults := lacking_on_nodes(code.needs, folder, where):
+                raise BadInput("The cluster lacks what this run needs.", faults)
             try:
                 yield
             finally:
@@ -243,20 +231,22 @@ def spans_nodes() -> bool:
     return sum(bool(node["Alive"]) for node in ray.nodes()) > 1
 
 
-def _init(found: FoundRay, **settings: Any) -> None:
+def join(found: FoundRay, **settings: Any) -> None:
+    """Connect this process to a Ray that was greeted.
+
+    Raises:
+        BadInput: it does not take us.
+    """
     try:
         ray.init(address=found.address, log_to_driver=False, logging_level="ERROR", **settings)
-    except _JOINING as error:
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise refused_connection(found, error) from error
 
 
-def on_nodes(
+def _on_nodes(
     function: Function, asked: Mapping[str, tuple[Any, ...]], seconds: float
 ) -> dict[str, Any]:
-    """Call a function once on each of these nodes.
-
-    Args:
-        asked: arguments by the id of a node.
+    """Call a function with these arguments on nodes, both by the node's id.
 
     Returns:
         By id what it returned, or the error; `TimeoutError` of a node that was silent.
@@ -281,50 +271,52 @@ def on_nodes(
     return told
 
 
-def _ask_nodes(config: AflowConfig, code: Code) -> None:
-    folder = Path(config.checkpoint_job_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+def lacking_on_nodes(
+    needs: Mapping[str, str], folder: Path | None, where: str, seconds: float = _ASK_SECONDS
+) -> list[Fault]:
+    """What the nodes of the Ray that this process has joined lack for a run.
+
+    Args:
+        needs: top-level packages that must be installed, to the place that imports them.
+        folder: what every node must see; None: not asked.
+        where: the place of the setting that names the folder.
+        seconds: how long they are waited for.
+    """
+    here = importlib.metadata.version("aflow-tune")
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-") as mark:
-        asked = dict.fromkeys(nodes, (sorted(code.needs), mark.name))
-        told = on_nodes(worker.tell, asked, _ASK_SECONDS)
+    with contextlib.ExitStack() as stack:
+        mark = None
+        if folder is not None:
+            file = tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-")  # noqa: SIM115
+            mark = stack.enter_context(file).name
+        answers = _on_nodes(worker.tell, dict.fromkeys(nodes, (sorted(needs), mark)), seconds)
     faults: list[Fault] = []
     for node, address in nodes.items():
-        faults += _lacking(f"node {address} ({node[:8]})", told[node], config, code)
-    if faults:
-        raise BadInput("The cluster lacks what this run needs.", faults)
-
-
-def _lacking(name: str, told: Any, config: AflowConfig, code: Code) -> Iterator[Fault]:
-    if isinstance(told, Exception):
-        cure = "install aflow-tune there, in the Python that Ray runs with; see `ray status`"
-        last = (str(told).strip() or type(told).__name__).splitlines()[-1][:600]
-        yield Fault(name, "a worker that starts with our code", last, cure)
-        return
-    here = importlib.metadata.version("aflow-tune")
-    if told["version"] != here:
-        found = f"aflow-tune {told['version']}"
-        yield Fault(name, f"aflow-tune {here}, as here", found, "install the same version there")
-    for found in told.get("conflicts", ()):  # another version may not tell
-        cure = "rename your module: the worker has that name from elsewhere"
-        yield Fault(name, "your modules under their own names", found, cure)
-    for missing in told["missing"]:
-        cure = f"`runtime_env: {{pip: [{_requirement(missing)}]}}`, or install it there"
-        yield Fault(f"{name}: {code.needs[missing]}", f"`{missing}`", "not installed there", cure)
-    if not told["sees"]:
-        where = f"{name}: {config.positions.where('checkpoint_root_dir')}"
-        cure = "give a path on a shared disk: `checkpoint_root_dir: /shared/runs`"
-        found = f"{config.checkpoint_job_dir} is not there"
-        yield Fault(where, "a folder that every node sees", found, cure)
-
-
-def _requirement(module: str) -> str:
-    """The installed distribution that brings a module, with its version."""
-    names = importlib.metadata.packages_distributions().get(module, [module])
-    try:
-        return f"{names[0]}=={importlib.metadata.version(names[0])}"
-    except importlib.metadata.PackageNotFoundError:
-        return names[0]
+        name, told = f"node {address} ({node[:8]})", answers[node]
+        if isinstance(told, Exception):
+            last = (str(told).strip() or type(told).__name__).splitlines()[-1][:600]
+            expected = "a worker that starts with our code"
+            cure = "install aflow-tune there, in the Python that Ray runs with; see `ray status`"
+            faults.append(Fault(name, expected, last, cure))
+            continue
+        if told["version"] != here:
+            found, cure = f"aflow-tune {told['version']}", "install the same version there"
+            faults.append(Fault(name, f"aflow-tune {here}, as here", found, cure))
+        for found, reason, cure in told.get("clashes", ()):  # another version may not tell
+            faults.append(Fault(name, reason, found, cure))
+        for found in told.get("conflicts", ()):
+            cure = "rename your module: the worker has that name from elsewhere"
+            faults.append(Fault(name, "your modules under their own names", found, cure))
+        for missing in told["missing"]:
+            package = importlib.metadata.packages_distributions().get(missing, [missing])[0]
+            cure = f"`runtime_env: {{pip: [{package}]}}`, or install it there"
+            place = f"{name}: {needs[missing]}"
+            faults.append(Fault(place, f"`{missing}`", "not installed there", cure))
+        if not told["sees"]:
+            cure = "give a path on a shared disk: `checkpoint_root_dir: /shared/runs`"
+            expected, found = "a folder that every node sees", f"{folder} is not there"
+            faults.append(Fault(f"{name}: {where}", expected, found, cure))
+    return faults
 
 
 def _take_namespace(config: AflowConfig) -> None:
@@ -335,13 +327,13 @@ def _take_namespace(config: AflowConfig) -> None:
     deadline = time.monotonic() + _LEAVE_SECONDS
     while working := _actors_in(config.ray_namespace) - {_LASTING}:
         if time.monotonic() > deadline:
-            raise BadInput.of(
-                "A run of this name is working on the cluster.",
+            title, where = (
+                "A run of this name works on the cluster.",
                 config.positions.where("name"),
-                f"a name that is free: {config.ray_namespace!r} has actors",
-                ", ".join(sorted(working)),
-                "give another `name=`, or stop the other run first",
             )
+            expected = f"a name that is free: {config.ray_namespace!r} has actors"
+            cure = "give another `name=`, or stop the other run first"
+            raise BadInput.of(title, where, expected, ", ".join(sorted(working)), cure)
         time.sleep(0.5)
     _end_actors(config.ray_namespace)
 
@@ -357,31 +349,24 @@ def _end_actors(namespace: str) -> None:
             ray.kill(ray.get_actor(name, namespace=namespace))
 
 
-# -- whether other users could change the code -------------------------------------------------
-
-
-def _refuse_open_sessions(found: FoundRay) -> None:
-    """Refuse a Ray, which has been greeted, where others could change the code of a run.
-
-    Raises:
-        BadInput: on these nodes they could; or a node does not tell.
-    """
+def open_sessions(found: FoundRay, seconds: float = _ASK_SECONDS) -> list[Fault]:
+    """The nodes of a Ray, which has been greeted, where other users could change the code of a run;
+    also those that do not tell."""
     faults, elsewhere = open_here(found.address)
     if elsewhere and not faults:
+        nodes = {node.node_id.hex(): node for node in elsewhere}
         with handlers_kept():
-            _init(found)
+            join(found)
             try:
-                nodes = {node.node_id.hex(): node for node in elsewhere}
                 asked = {node: (known.temp_dir,) for node, known in nodes.items()}
-                told = on_nodes(open_to_others, asked, _ASK_SECONDS)
+                told = _on_nodes(open_to_others, asked, seconds)
             finally:
                 ray.shutdown()
         for node, reason in told.items():
             if reason:
                 address, temp_dir = nodes[node].node_manager_address, nodes[node].temp_dir
                 faults.append(_open(address, temp_dir, " ".join(str(reason).split())[-600:]))
-    if faults:
-        raise BadInput(_OPEN, faults)
+    return faults
 
 
 def open_here(address: str) -> tuple[list[Fault], list[Any]]:
@@ -390,11 +375,9 @@ def open_here(address: str) -> tuple[list[Fault], list[Any]]:
 
     faults, elsewhere = [], []
     for node in GcsClient(address=address).get_all_node_info().values():
-        if node.state != node.ALIVE:
-            continue
-        if not _is_here(node.node_manager_address, node.session_dir):
+        if node.state == node.ALIVE and not _is_here(node.node_manager_address, node.session_dir):
             elsewhere.append(node)
-        elif reason := open_to_others(node.temp_dir):
+        elif node.state == node.ALIVE and (reason := open_to_others(node.temp_dir)):
             faults.append(_open(node.node_manager_address, node.temp_dir, reason))
     return faults, elsewhere
 

@@ -2,10 +2,9 @@
 
 Trinity hands the whole configuration to every process of a run. A function in it would have each
 of them import the user's modules, and with them agent frameworks that take seconds, where only
-the runners call it. So it travels as bytes, which are read where it is asked for.
-
-Functions of modules are sent by name; those of a script, of a notebook or made inside another
-function by value, as Ray's cloudpickle does it.
+the runners call it. So it travels as bytes, which are read where it is asked for. Functions of
+modules are sent by name; those of a script, of a notebook or made inside another function by value,
+as Ray's cloudpickle does it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import functools
 import inspect
 import io
-import pickle
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,11 +27,8 @@ Function = Callable[..., Any]
 
 
 class _Pickler(cloudpickle.CloudPickler):
-    """Notes the modules that what it sends refers to; a path object is sent as that of the copy.
-
-    A function of a script that has a cache is sent with an empty one, and what would be sent by a
-    name that only the script knows is refused.
-    """
+    """Notes the modules that what it sends refers to. A path object is sent as that of the copy, a
+    function of a script that has a cache with an empty one."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -51,15 +46,7 @@ class _Pickler(cloudpickle.CloudPickler):
         if isinstance(given, functools._lru_cache_wrapper) and by_value:
             kept = given.cache_parameters()
             return _cached, (given.__wrapped__, kept["maxsize"], kept["typed"])
-        reduced = super().reducer_override(given)
-        if reduced is NotImplemented and home == MAIN and type(given) not in self.dispatch_table:
-            reduced = given.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-            if isinstance(reduced, str):
-                where = getattr(sys.modules[MAIN], "__file__", None) or MAIN
-                found = "sent by its name only, in a script that workers do not have"
-                cure = f"move `{reduced}` into a module that the script imports"
-                raise BadInput.of(_CANNOT_BE_SENT, where, f"`{reduced}` by value", found, cure)
-        return reduced
+        return super().reducer_override(given)
 
 
 def _cached(function: Function, maxsize: int | None, typed: bool) -> Any:
@@ -78,24 +65,18 @@ def _dumped(given: Any) -> tuple[bytes, set[str]]:
     return file.getvalue(), pickler.modules
 
 
-_CANNOT_BE_SENT = "A function cannot be sent to the workers."
-
-
 def pack(functions: Iterable[Function | None]) -> tuple[bytes, set[str]]:
     """The functions as bytes, and the modules that these refer to.
 
     Raises:
-        BadInput: something that a function holds cannot be pickled, or only by a name that no
-            worker knows; it is named.
+        BadInput: something that a function holds cannot be pickled; it is named.
     """
     given = [function for function in functions if function is not None]
     try:
         return _dumped(given)
-    except BadInput:
-        raise
     except Exception as error:  # whatever the objects' own __reduce__ raises
         faults = [_culprit(function, error) for function in given]
-        raise BadInput(_CANNOT_BE_SENT, faults) from error
+        raise BadInput("A function cannot be sent to the workers.", faults) from error
 
 
 def _culprit(function: Function, error: Exception) -> Fault:
@@ -171,8 +152,8 @@ def received(given: Any) -> Any:
 
 
 def user_modules(functions: Iterable[Function | None]) -> list[str]:
-    """Names of the loaded modules of the user's own that functions come from, siblings that
-    they imported among them."""
+    """Names of the loaded modules of the user's own that functions come from, and of siblings that
+    they imported."""
     given = [function for function in functions if function is not None]
     try:
         modules = pack(given)[1]

@@ -1,13 +1,11 @@
 """The runs of a sweep as Ray actors, each holding what its run needs of a node.
 
 An actor starts the same command that would run here, on its node, and hands on its exit code and
-SIGTERM. Ray thus queues runs until there is room, and gives each its GPU. A run with
-`engine: local` starts a Ray of its own inside; one with `engine: trinity` joins the cluster and
-reserves its GPUs there, so that its actor holds none.
-
-The cluster is found and joined as for a single run (`ray_for_run.py`): with its token, with keys
-that reach the actors in memory, and with every node asked what it lacks. Only the code does not
-travel: configuration, code, data and run folders must have the same paths on every node.
+SIGTERM. Ray queues runs until there is room, and gives each its GPU. A run with `engine: local`
+starts a Ray of its own inside; one with `engine: trinity` joins the cluster and reserves its GPUs
+there, so that its actor holds none. The cluster is joined as for a single run (`ray_for_run.py`),
+but the code does not travel: configuration, code, data and run folders must have the same paths on
+every node.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import contextlib
 import copy
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +50,9 @@ def cluster_for(config: AflowConfig) -> FoundRay | None:
 @contextlib.contextmanager
 def ray_starter(
     config: AflowConfig, found: FoundRay, folder: Path, parallel: int
-) -> Iterator[RayStarter]:
-    """Join the cluster for the block.
+) -> Iterator[Callable[[Sequence[str], Path], RayProcess]]:
+    """Join the cluster for the block; what it yields queues a run from the arguments of its command
+    and the file for its output. It begins when a node has room for it.
 
     Args:
         folder: the sweep's, which every node must see.
@@ -79,7 +78,15 @@ def ray_starter(
             raise BadInput("The Ray cluster has no room for these runs.", faults)
         # As nodes reach it: the address that was found may be one of this machine alone.
         address = ray.get_runtime_context().gcs_address
-        yield RayStarter("local" if config.engine == "local" else address, needs)
+        setting = f"{_KEY}={'local' if config.engine == 'local' else address}"
+        cwd = os.getcwd()
+
+        def start(arguments: Sequence[str], output: Path) -> RayProcess:
+            actor = ray.remote(RunOnNode).options(max_restarts=0, **needs).remote()
+            began = actor.start.remote([*arguments, setting], str(output), cwd)
+            return RayProcess(actor, began, output)
+
+        yield start
 
 
 def needs_of(config: AflowConfig, nodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -119,25 +126,6 @@ def no_room(
     expected, found = (" and ".join(f"{v:g} {k}s" for k, v in m.items()) for m in (wanted, largest))
     cure = "local.threads=1, local.device=cpu"
     return [Fault("ray", f"a node with {expected}", f"at most {found} on one node", cure)]
-
-
-class RayStarter:
-    """Starts runs in the cluster that this process is connected to.
-
-    Args:
-        address: the `cluster.ray_address` of the runs.
-        needs: what the actor of each holds, as `needs_of` has it.
-    """
-
-    def __init__(self, address: str, needs: Mapping[str, float]) -> None:
-        self._setting, self._needs = f"{_KEY}={address}", dict(needs)
-        self._cwd = os.getcwd()
-
-    def start(self, arguments: Sequence[str], output: Path) -> RayProcess:
-        """Queue a run; it begins when a node has room for it."""
-        actor = ray.remote(RunOnNode).options(max_restarts=0, **self._needs).remote()
-        began = actor.start.remote([*arguments, self._setting], str(output), self._cwd)
-        return RayProcess(actor, began, output)
 
 
 class RayProcess:

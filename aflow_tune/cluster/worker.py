@@ -18,6 +18,7 @@ import ray
 import aflow_tune.config  # noqa: F401  (the stand-in for a missing vLLM, before Trinity)
 from aflow_tune import shipping
 from aflow_tune.cluster import keys
+from aflow_tune.config.clashes import cure_of, installed_versions, known_clashes
 from aflow_tune.quick_start import import_quickly
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 HOOK = f"{__name__}.set_up"
 _OF_THE_WORKER = ("OMP_NUM_THREADS", "RAY_", keys.VARIABLE, shipping.VARIABLE)
 """What Ray and we set for the worker, which a run beside it must not take for its own."""
-_AUTHENTICATION = "RAY_AUTH"
 
 
 def set_up() -> None:
@@ -36,30 +36,30 @@ def set_up() -> None:
     keys.take_keys()
 
 
-def tell(needs: list[str], mark: str) -> dict[str, Any]:
-    """What is there on this node: our version, which packages are missing, which of the user's
-    modules have a name that was taken, whether it sees a file."""
+def tell(needs: list[str], mark: str | None) -> dict[str, Any]:
+    """What is there on this node: our version, known clashes, which packages are missing, which of
+    the user's modules have a name that was taken, whether it sees a file."""
+    clashes = known_clashes(installed_versions())
     return {
         "version": importlib.metadata.version("aflow-tune"),
+        "clashes": [(found, clash.reason, cure_of(clash)) for clash, found in clashes],
         "missing": [name for name in needs if importlib.util.find_spec(name) is None],
         "conflicts": shipping.conflicts(),
-        "sees": os.path.exists(mark),
+        "sees": mark is None or os.path.exists(mark),
     }
 
 
 class RunOnNode:
-    """The actor that starts one run of a sweep on its node, and lives as long as that does.
+    """The actor that starts one run of a sweep on its node, with the keys that this process has.
 
-    Its methods are called one after the other, in the worker's main thread: the run's parent. The
-    run's keys are in this process's environment already.
+    Its methods are called one after the other, in the worker's main thread: the run's parent.
     """
 
     def __init__(self) -> None:
         self._process: RunProcess | None = None
 
     def start(self, arguments: list[str], output: str, cwd: str) -> str | None:
-        """Begin `aflow-tune` with these arguments; returns what is missing on this node, if
-        anything is."""
+        """Begin `aflow-tune` with these arguments; returns what is missing here, if anything is."""
         from aflow_tune.runs.process import RunProcess, own_program
 
         here = f"on node {ray.util.get_node_ip_address()}"
@@ -92,5 +92,5 @@ def of_a_run(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(_AUTHENTICATION) or not name.startswith(_OF_THE_WORKER)
+        if name.startswith("RAY_AUTH") or not name.startswith(_OF_THE_WORKER)
     }

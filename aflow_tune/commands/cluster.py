@@ -64,9 +64,8 @@ def _up(options: argparse.Namespace) -> int:
         sizes = {"--num-cpus": options.num_cpus, "--num-gpus": options.num_gpus}
         given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
         started = machines.up_here(given)
-        print(f"a Ray runs at {started.address}; dashboard {started.dashboard}")
-        base, moved = ray_base()
-        print(f"its files: {base / 'ray'}{f' ({moved})' if moved else ''}")
+        print(f"a Ray runs at {started['address']}; dashboard {started['dashboard']}")
+        print(f"its files: {ray_base() / 'ray'}")
         print("next: aflow-tune CONFIG, or aflow-tune submit CONFIG; then aflow-tune cluster down")
         return ExitCode.DONE
     if options.num_cpus is not None or options.num_gpus is not None:
@@ -82,8 +81,8 @@ def _up(options: argparse.Namespace) -> int:
     print(f"the cluster of {config} is up")
     print(f"next: ray dashboard {config}, and in another terminal")
     print("      aflow-tune submit CONFIG --address http://127.0.0.1:8265")
-    if started.address:
-        print(f"on a node: RAY_ADDRESS={started.address} aflow-tune CONFIG")
+    if started["address"]:
+        print(f"on a node: RAY_ADDRESS={started['address']} aflow-tune CONFIG")
     return ExitCode.DONE
 
 

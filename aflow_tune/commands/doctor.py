@@ -55,20 +55,20 @@ def add_parser(commands: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from aflow_tune.doctor.doctor import Examination
+    from aflow_tune.doctor.doctor import examination
     from aflow_tune.doctor.lines import CHECK_THREAD, State, run_checks
 
     if options.config is not None and "=" in str(options.config):
         given = str(options.config)
         cure = "aflow-tune doctor CONFIG.yaml key=value"
         raise BadInput.of("There is no configuration.", given, "a YAML file", given, cure)
-    examination = Examination(options.config, options.overrides, offline=options.offline)
     started = time.monotonic()
     told: list[Line] = []
     out = sys.stdout
     # What libraries and the user's modules print while they are imported is none of ours.
     with _silent_output(options.json), contextlib.redirect_stdout(sys.stderr):
-        for lines in run_checks(examination.checks()):
+        checks = examination(options.config, options.overrides, offline=options.offline)
+        for lines in run_checks(checks):
             told += lines
             if not options.json:
                 print("".join(_text(line) for line in lines), end="", file=out, flush=True)
@@ -76,7 +76,7 @@ def _doctor(options: argparse.Namespace) -> int:
     seconds = time.monotonic() - started
     if options.json:
         content: dict[str, Any] = {"ok": not faults, "faults": len(faults)}
-        content |= {"seconds": round(seconds, 2), "lines": [line.to_json() for line in told]}
+        content |= {"seconds": round(seconds, 2), "lines": [dict(vars(line)) for line in told]}
         print_json(content)
     else:
         print(f"\n{len(faults) or 'no'} fault{'s' * (len(faults) > 1)}; {seconds:.1f} s")

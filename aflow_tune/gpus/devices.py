@@ -13,7 +13,7 @@ import importlib
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aflow_tune.errors import AflowTuneError
@@ -80,9 +80,27 @@ class _Nvml:
             absent = getattr(error, "value", None) in _ABSENT
             return None, "" if absent else str(error) or type(error).__name__
 
+    def watts(self, name: str, handle: Any) -> float | None:
+        value = self.ask(name, handle)
+        return None if value is None else value / 1000
+
+    def text(self, name: str, *arguments: Any) -> str | None:
+        value = self.ask(name, *arguments)
+        value = value.decode(errors="replace") if isinstance(value, bytes) else value
+        return None if value is None else printable(str(value))
+
+    def memory(self, handle: Any) -> tuple[int | None, int | None]:
+        """Bytes in all, and used."""
+        told = self.ask("nvmlDeviceGetMemoryInfo", handle)
+        return _bytes(getattr(told, "total", None)), _bytes(getattr(told, "used", None))
+
+    def use(self, handle: Any) -> float | None:
+        rates = self.ask("nvmlDeviceGetUtilizationRates", handle)
+        return None if rates is None else rates.gpu / 100
+
 
 @contextlib.contextmanager
-def opened() -> Iterator[_Nvml]:
+def _opened() -> Iterator[_Nvml]:
     """The bindings for the block. May be nested and used from several threads: NVML counts.
 
     Raises:
@@ -219,7 +237,7 @@ def snapshot() -> Snapshot:
     Raises:
         NvmlUnavailable: there is no driver to ask.
     """
-    with opened() as nvml:
+    with _opened() as nvml:
         count, why = nvml.ask_or_why("nvmlDeviceGetCount")
         if count is None:  # unknown is not none
             raise NvmlUnavailable(f"the driver does not tell how many ({why})", _CHECK)
@@ -227,7 +245,7 @@ def snapshot() -> Snapshot:
         return Snapshot(
             time=time.time(),
             host=socket.gethostname(),
-            driver=_text(nvml.ask("nvmlSystemGetDriverVersion")),
+            driver=nvml.text("nvmlSystemGetDriverVersion"),
             cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
             devices=tuple(_gpu(nvml, index) for index in range(count)),
         )
@@ -242,12 +260,11 @@ def use_and_memory(uuids: list[str]) -> dict[str, tuple[float | None, int | None
         NvmlUnavailable: there is no driver to ask.
     """
     found = {}
-    with opened() as nvml:
+    with _opened() as nvml:
         for uuid in uuids:
             handle = nvml.ask("nvmlDeviceGetHandleByUUID", uuid)
             if handle is not None:
-                memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
-                found[uuid] = (_use(nvml, handle), _bytes(getattr(memory, "used", None)))
+                found[uuid] = (nvml.use(handle), nvml.memory(handle)[1])
     return found
 
 
@@ -267,44 +284,34 @@ def _gpu(nvml: _Nvml, index: int) -> Device:
         elif why:
             lost = Device(index, "unknown", None, number, processes_unknown=why, problem=why)
             instances.append(lost)
+    whole = replace(_device(nvml, handle, index), divided=True, instances=tuple(instances))
     known = [part.processes for part in instances if part.processes is not None]
-    told: dict[str, Any] = {"divided": True, "instances": tuple(instances)}
-    if len(known) == len(instances) and not hidden:  # only root may ask the whole GPU
-        told["processes"] = tuple(process for part in known for process in part)
-    return _device(nvml, handle, index, **told)
+    if whole.processes is None and len(known) == len(instances) and not hidden:
+        # Only root may ask the whole GPU.
+        within = tuple(process for part in known for process in part)
+        whole = replace(whole, processes=within, processes_unknown=None)
+    return whole
 
 
-def _device(
-    nvml: _Nvml,
-    handle: Any,
-    index: int,
-    mig: int | None = None,
-    processes: tuple[GpuProcess, ...] | None = None,
-    **more: Any,
-) -> Device:
-    """`processes`: those of its instances, where the driver does not list its own."""
-    memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
-    power = nvml.ask("nvmlDeviceGetPowerUsage", handle)
-    limit = nvml.ask("nvmlDeviceGetEnforcedPowerLimit", handle)
-    listed, why = _processes(nvml, handle)
-    listed = processes if listed is None else listed
-    uuid = _text(nvml.ask("nvmlDeviceGetUUID", handle))
+def _device(nvml: _Nvml, handle: Any, index: int, mig: int | None = None) -> Device:
+    total, used = nvml.memory(handle)
+    processes, why = _processes(nvml, handle)
+    uuid = nvml.text("nvmlDeviceGetUUID", handle)
     holder = holder_of(uuid) if uuid else None
     return Device(
         index=index,
         mig=mig,
-        name=_text(nvml.ask("nvmlDeviceGetName", handle)) or "unnamed",
+        name=nvml.text("nvmlDeviceGetName", handle) or "unnamed",
         uuid=uuid,
-        memory_total=_bytes(getattr(memory, "total", None)),
-        memory_used=_bytes(getattr(memory, "used", None)),
-        use=_use(nvml, handle),
+        memory_total=total,
+        memory_used=used,
+        use=nvml.use(handle),
         temperature_c=nvml.ask("nvmlDeviceGetTemperature", handle, _SENSOR_OF_GPU),
-        power_w=None if power is None else power / 1000,
-        power_limit_w=None if limit is None else limit / 1000,
-        processes=listed,
-        processes_unknown=why if listed is None else None,
+        power_w=nvml.watts("nvmlDeviceGetPowerUsage", handle),
+        power_limit_w=nvml.watts("nvmlDeviceGetEnforcedPowerLimit", handle),
+        processes=processes,
+        processes_unknown=why,
         claimed=None if holder is None else holder.words(),
-        **more,
     )
 
 
@@ -323,15 +330,5 @@ def _processes(nvml: _Nvml, handle: Any) -> tuple[tuple[GpuProcess, ...] | None,
     return tuple(GpuProcess(p, tuple(kinds[p]), memory[p], look(p)) for p in sorted(kinds)), None
 
 
-def _use(nvml: _Nvml, handle: Any) -> float | None:
-    rates = nvml.ask("nvmlDeviceGetUtilizationRates", handle)
-    return None if rates is None else rates.gpu / 100
-
-
 def _bytes(value: Any) -> int | None:
     return None if value is None or value >= _NOT_AVAILABLE else int(value)
-
-
-def _text(value: Any) -> str | None:
-    text = value.decode(errors="replace") if isinstance(value, bytes) else value
-    return None if text is None else printable(str(text))

@@ -17,13 +17,12 @@ import psutil
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.gpus.claims import protected_by_runs
-from aflow_tune.gpus.devices import Device, GpuProcess, Snapshot, snapshot
+from aflow_tune.gpus.devices import Device, GpuProcess, snapshot
 from aflow_tune.gpus.processes import Guard, Seen, invoking_user, look, with_rights_of
 from aflow_tune.gpus.showing import process_line
 
 KILL_SECONDS = 10.0
 """How long the end of a process is awaited after SIGKILL. Only the kernel can hold it then."""
-_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -63,13 +62,26 @@ def free(
         NvmlUnavailable: there is no driver to ask.
     """
     now = snapshot()
-    named = _named(now, devices)
+    by_word = {word: now.find(word) for word in devices}
+    named = [device for device in by_word.values() if device is not None]
     listed = _listed(named or now.all())
     protected, owner = frozenset(protect), invoking_user()
     asked = list(dict.fromkeys(pids or listed))
     refused = Guard(owner, protected | protected_by_runs()).refusals((p, look(p)) for p in asked)
-    if pids:
-        _refuse(asked, listed, refused, devices)
+    there = ", ".join(device.label for device in now.all()) or "none"
+    faults = [
+        Fault(word, f"a GPU of this machine: {there}", "none of them", "`aflow-tune gpus`")
+        for word, device in by_word.items()
+        if device is None
+    ]
+    if pids and not faults:
+        unlisted = {pid: "the driver does not list it there" for pid in pids if pid not in listed}
+        faults = [
+            Fault(f"--pid {pid}", "a process of yours on the GPU", why, "look at `aflow-tune gpus`")
+            for pid, why in (refused | unlisted).items()
+        ]
+    if faults:
+        raise BadInput("This cannot be freed; nothing was signalled.", faults)
     chosen = {pid: listed[pid].seen for pid in asked if pid not in refused}
     alive = [seen for seen in chosen.values() if seen is not None and _is_there(seen)]
     outcomes = {pid: "ended" for pid in chosen}
@@ -92,7 +104,14 @@ def free(
         for pid, outcome in outcomes.items():
             say(f"{pid}: {outcome}")
     gone = {pid for pid, outcome in outcomes.items() if outcome in ("ended", "killed")}
-    return Freed(outcomes, spared, gone == {*outcomes} and _are_free(named, gone, say))
+    # Looked at again: what was ended may have been started anew.
+    now = snapshot()
+    after = [now.find(device.label) for device in named]
+    left = set(_listed(device for device in after if device)) - gone
+    if left:
+        say(f"still on these GPUs: {', '.join(map(str, sorted(left)))}")
+    known = all(device and device.processes is not None for device in after)
+    return Freed(outcomes, spared, gone == {*outcomes} and not left and known)
 
 
 def end(
@@ -126,10 +145,7 @@ def pid_faults(pids: Iterable[int], where: str) -> list[Fault]:
 
 
 def _signal(
-    processes: Iterable[Seen],
-    guard: Guard,
-    number: signal.Signals,
-    outcome: dict[int, str],
+    processes: Iterable[Seen], guard: Guard, number: signal.Signals, outcome: dict[int, str]
 ) -> list[Seen]:
     """Signal what still may be; returns those that were."""
     sent = []
@@ -137,20 +153,17 @@ def _signal(
         now = look(each.pid)
         if now != each or now.ended:
             outcome[each.pid] = "ended"
-            continue
-        why = guard.refusals([(each.pid, now)]).get(each.pid)
-        try:
-            if why is None:
+        elif why := guard.refusals([(each.pid, now)]).get(each.pid):
+            outcome[each.pid] = f"left alone: {why}"
+        else:
+            try:
                 with with_rights_of(guard.owner):
                     each.process.send_signal(number)  # to this process, not to its number
                 sent.append(each)
-                continue
-        except psutil.NoSuchProcess:
-            outcome[each.pid] = "ended"
-            continue
-        except (psutil.AccessDenied, PermissionError):
-            why = "the kernel refuses"
-        outcome[each.pid] = f"left alone: {why}"
+            except psutil.NoSuchProcess:
+                outcome[each.pid] = "ended"
+            except (psutil.AccessDenied, PermissionError):
+                outcome[each.pid] = "left alone: the kernel refuses"
     return sent
 
 
@@ -158,7 +171,7 @@ def _wait(processes: list[Seen], seconds: float) -> list[Seen]:
     """Those that have not ended after this time; unlike `psutil.wait_procs` it reaps no child."""
     deadline = time.monotonic() + seconds
     while (left := [each for each in processes if _is_there(each)]) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+        time.sleep(0.05)
     return left
 
 
@@ -167,48 +180,9 @@ def _is_there(seen: Seen) -> bool:
     return now == seen and not now.ended
 
 
-def _named(now: Snapshot, words: Sequence[str]) -> list[Device]:
-    found = {word: now.find(word) for word in words}
-    there = ", ".join(device.label for device in now.all()) or "none"
-    faults = [
-        Fault(word, f"a GPU of this machine: {there}", "none of them", "`aflow-tune gpus`")
-        for word, device in found.items()
-        if device is None
-    ]
-    if faults:
-        raise BadInput("These GPUs are not there; nothing was signalled.", faults)
-    return [device for device in found.values() if device is not None]
-
-
-def _are_free(named: Sequence[Device], gone: set[int], say: Callable[[str], None]) -> bool:
-    """Whether these devices have no process any more: one may be started again when it ends."""
-    now = snapshot()
-    devices = [now.find(device.label) for device in named]
-    left = set(_listed(device for device in devices if device)) - gone
-    if left:
-        say(f"still on these GPUs: {', '.join(map(str, sorted(left)))}")
-    return not left and all(device and device.processes is not None for device in devices)
-
-
 def _listed(devices: Iterable[Device]) -> dict[int, GpuProcess]:
     found: dict[int, GpuProcess] = {}
     for device in devices:
         for process in device.processes or ():
             found.setdefault(process.pid, process)
     return found
-
-
-def _refuse(
-    pids: Sequence[int],
-    listed: dict[int, GpuProcess],
-    refused: dict[int, str],
-    devices: Sequence[str],
-) -> None:
-    place = f"on GPU {', '.join(devices)}" if devices else "on a GPU"
-    why = {pid: "the driver does not list it there" for pid in pids if pid not in listed}
-    faults = [
-        Fault(f"--pid {pid}", f"a process of yours {place}", found, "look at `aflow-tune gpus`")
-        for pid, found in (refused | why).items()
-    ]
-    if faults:
-        raise BadInput("These processes are not ended; nothing was signalled.", faults)

@@ -58,6 +58,10 @@ def look(pid: int) -> Seen | None:
         process = psutil.Process(pid)
         with process.oneshot():
             arguments: list[str] = []
+            in_container: bool | None = None
+            with contextlib.suppress(OSError):
+                spaces = (os.readlink(f"/proc/{it}/ns/pid") for it in (pid, "self"))
+                in_container = len({*spaces}) > 1
             with contextlib.suppress(psutil.ZombieProcess):
                 arguments = [word for word in process.cmdline() if word]
             name = process.name()
@@ -68,7 +72,7 @@ def look(pid: int) -> Seen | None:
                 ended=process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD),
                 program=printable(_program(arguments) or name),
                 command=printable(" ".join(arguments) or f"[{name}]")[:_LONGEST_COMMAND],
-                in_container=_in_container(pid),
+                in_container=in_container,
                 process=process,
             )
     except (psutil.Error, OSError, OverflowError):
@@ -137,6 +141,7 @@ class Guard:
         mine = {os.getpid(), *_ancestors(os.getpid(), parent)}
         found: dict[int, str] = {}
         for pid, seen in processes:
+            others = [] if seen is None else [uid for uid in seen.uids if uid != self.owner]
             if pid in mine or pid <= 1:
                 found[pid] = "it is this command, or runs it"
             elif pid in self.protected:
@@ -145,21 +150,16 @@ class Guard:
                 found[pid] = "it descends from a protected process"
             elif pid in above:
                 found[pid] = "a protected process descends from it"
-            elif (why := self._not_ours(seen)) is not None:
-                found[pid] = why
+            elif seen is None:
+                found[pid] = "it cannot be seen: gone, hidden, or in another container or the host"
+            elif others:
+                owners = f"{user_name(others[0])}, not of {user_name(self.owner)}"
+                found[pid] = f"it is of user {owners}"
+            elif self.owner == 0 and seen.in_container is not False:
+                found[pid] = "root in another container may be anybody"
+            elif not seen.ended and not _may_hold_gpu(pid):
+                found[pid] = "it has no GPU open: the driver means a process of another container"
         return found
-
-    def _not_ours(self, seen: Seen | None) -> str | None:
-        if seen is None:
-            return "it cannot be seen from here: gone, hidden, or in another container or the host"
-        others = [uid for uid in seen.uids if uid != self.owner]
-        if others:
-            return f"it is of user {user_name(others[0])}, not of {user_name(self.owner)}"
-        if self.owner == 0 and seen.in_container is not False:
-            return "root in another container may be anybody"
-        if not seen.ended and _holds_gpu(seen.pid) is False:
-            return "it has no GPU open: the driver means a process of this number elsewhere"
-        return None
 
 
 def _ancestors(pid: int, parent: dict[int, int]) -> set[int]:
@@ -169,18 +169,15 @@ def _ancestors(pid: int, parent: dict[int, int]) -> set[int]:
     return found
 
 
-def _holds_gpu(pid: int) -> bool | None:
-    """Whether the process has a device file of the driver open; None where it cannot be told.
-
-    In a container the driver may give the numbers of the host, under which quite other processes
-    run here: whatever computes on a GPU has one of these files open.
-    """
+def _may_hold_gpu(pid: int) -> bool:
+    """False where the process has no device file of the driver open, as whoever computes has: in a
+    container the driver may give the numbers of the host, which mean other processes here."""
     if not _CONTROL_NODE.exists():
-        return None
+        return True
     try:
         links = list(Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
-        return None
+        return True
     for link in links:
         with contextlib.suppress(OSError):
             if os.readlink(link).startswith("/dev/nvidia"):
@@ -190,10 +187,8 @@ def _holds_gpu(pid: int) -> bool | None:
 
 def _program(arguments: list[str]) -> str:
     """`python train.py`, `python -m package.module`, `ray::Trainer.train`."""
-    first = (arguments or [""])[0]
-    words = (os.path.basename(first) if first.startswith("/") else first).split()
-    name = words[0] if words else ""
-    if not os.path.basename(name).startswith("python"):
+    name = os.path.basename((arguments or [""])[0].split(" ")[0])
+    if not name.startswith("python"):
         return name
     for position, word in enumerate(arguments[1:], 1):
         if word == "-m":
@@ -201,10 +196,3 @@ def _program(arguments: list[str]) -> str:
         if word == "-c" or not word.startswith("-"):
             return f"{name} {os.path.basename(word)}"
     return name
-
-
-def _in_container(pid: int) -> bool | None:
-    try:
-        return os.readlink(f"/proc/{pid}/ns/pid") != os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return None

@@ -22,10 +22,7 @@ _LONGEST = 200
 
 def render(now: Snapshot, width: int = _LONGEST) -> str:
     """Every device with its processes; no line is longer than `width` characters."""
-    head = [now.host]
-    head += [f"driver {now.driver}"] if now.driver else []
-    head += [f"CUDA {now.cuda}"] if now.cuda else []
-    lines = [", ".join(head)]
+    lines = [f"{now.host}, driver {now.driver or 'unknown'}, CUDA {now.cuda or 'unknown'}"]
     if not now.devices:
         lines.append("the driver runs, but there is no GPU")
     for device in now.devices:
@@ -37,15 +34,12 @@ def process_line(process: GpuProcess) -> str:
     """Number, user, kind, memory, start, command."""
     seen = process.seen
     memory = "?" if process.memory is None else f"{process.memory / _GIB:.1f} GiB"
+    user, since = "?", "?"
+    command = "not visible from here: the host's or another container's, hidden, or gone"
+    if seen is not None:
+        user, since = seen.user, time.strftime("%Y-%m-%d %H:%M", time.localtime(seen.since))
+        command = ("[container] " if seen.in_container else "") + seen.command
     kind = "+".join(process.kinds)
-    if seen is None:
-        user, since = "?", "?"
-        command = "not visible from here: the host's or another container's, hidden, or gone"
-    else:
-        user = seen.user
-        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(seen.since))
-        state = " (ended, not yet taken notice of)" if seen.ended else ""
-        command = ("[container] " if seen.in_container else "") + seen.command + state
     line = f"{process.pid:>8}  {user:<12} {kind:<16} {memory:>9}  {since:<16} {command}"
     return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
 
@@ -55,25 +49,6 @@ def _device_lines(device: Device, indent: str = "") -> list[str]:
     title += f"  {device.uuid}" if device.uuid else ""
     if device.problem:
         return [title, f"{indent}  not usable: {device.problem}"]
-    facts = [*_facts(device), *(["divided (MIG)"] if device.divided else [])]
-    lines = [title, f"{indent}  {', '.join(facts) or 'the driver says nothing about it'}"]
-    if device.claimed:
-        lines.append(f"{indent}  claimed by {device.claimed}")
-    if device.divided:
-        for instance in device.instances:
-            lines += _device_lines(instance, indent + "  ")
-        within = {p.pid for i in device.instances for p in i.processes or ()}
-        outside = [p for p in device.processes or () if p.pid not in within]
-        return lines + [f"{indent}  {process_line(process)}" for process in outside]
-    if device.processes is None:
-        lines.append(f"{indent}  processes: unknown ({device.processes_unknown})")
-    elif not device.processes:
-        lines.append(f"{indent}  no process")
-    lines += [f"{indent}  {process_line(process)}" for process in device.processes or ()]
-    return lines
-
-
-def _facts(device: Device) -> list[str]:
     facts = []
     if device.use is not None:
         facts.append(f"use {device.use:.0%}")
@@ -85,16 +60,23 @@ def _facts(device: Device) -> list[str]:
     if device.power_w is not None:
         limit = f" of {device.power_limit_w:.0f}" if device.power_limit_w is not None else ""
         facts.append(f"{device.power_w:.0f}{limit} W")
-    return facts
+    facts += ["divided (MIG)"] * device.divided
+    lines = [title, f"{indent}  {', '.join(facts) or 'the driver says nothing about it'}"]
+    if device.claimed:
+        lines.append(f"{indent}  claimed by {device.claimed}")
+    listed = device.processes or ()
+    for instance in device.instances:
+        lines += _device_lines(instance, indent + "  ")
+        within = {process.pid for process in instance.processes or ()}
+        listed = tuple(process for process in listed if process.pid not in within)
+    if not device.divided and device.processes is None:
+        lines.append(f"{indent}  processes: unknown ({device.processes_unknown})")
+    elif not device.divided and not listed:
+        lines.append(f"{indent}  no process")
+    return lines + [f"{indent}  {process_line(process)}" for process in listed]
 
 
-def watch(
-    interval: float,
-    *,
-    owner: int,
-    log: Path | None = None,
-    as_json: bool = False,
-) -> None:
+def watch(interval: float, *, owner: int, log: Path | None = None, as_json: bool = False) -> None:
     """Show the GPUs every `interval` seconds, until KeyboardInterrupt ends it (it returns).
 
     Args:
@@ -139,19 +121,17 @@ def _shown(as_json: bool) -> Iterator[Callable[[Any], None]]:
     from rich.live import Live
     from rich.text import Text
 
+    def picture(now: Snapshot, width: int = _LONGEST) -> str:
+        return f"{time.strftime('%H:%M:%S')}  {render(now, width)}\n"
+
     console = Console()
-
-    def show(now: Any) -> None:  # flushed: the reader may be a pipe
-        text = now if as_json else f"{time.strftime('%H:%M:%S')}  {render(now)}\n"
-        print(text, flush=True)
-
     if as_json or not console.is_terminal or console.is_dumb_terminal:
-        yield show
+        # Flushed: the reader may be a pipe.
+        yield lambda now: print(now if as_json else picture(now), flush=True)
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-
-        def redraw(now: Snapshot) -> None:
-            text = f"{time.strftime('%H:%M:%S')}  {render(now, console.width)}\n\nCtrl-C ends"
-            live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
-
-        yield redraw
+        whole = {"no_wrap": True, "overflow": "ellipsis"}
+        yield lambda now: live.update(
+            Text(f"{picture(now, console.width)}\nCtrl-C ends", **whole),  # type: ignore[arg-type]
+            refresh=True,
+        )

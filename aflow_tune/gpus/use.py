@@ -23,8 +23,6 @@ _AT_LEAST_SECONDS = 300.0
 _WARN_AFTER_SECONDS = 600.0
 """Loading and a first evaluation are not judged while the run goes on."""
 
-Write = Callable[[int, dict[str, float]], None]
-
 
 @dataclass
 class _Sum:
@@ -33,12 +31,6 @@ class _Sum:
     share_seconds: float = 0.0
     seconds: float = 0.0
     peak: int = 0
-
-    def add(self, share: float | None, seconds: float, used: int | None) -> None:
-        self.peak = max(self.peak, used or 0)
-        if share is not None:
-            self.share_seconds += share * seconds
-            self.seconds += seconds
 
     @property
     def mean(self) -> float:
@@ -64,7 +56,7 @@ class UseLog:
         self,
         devices: Sequence[Device],
         step: Callable[[], int],
-        write: Write,
+        write: Callable[[int, dict[str, float]], None],
         warn: Callable[[str], None],
         interval: float | None = None,
         most: int | None = None,
@@ -73,7 +65,6 @@ class UseLog:
         self._step, self._write, self._warn = step, write, warn
         self._interval = INTERVAL_SECONDS if interval is None else interval
         self._most = most
-        self._sums, self._totals = defaultdict[str, _Sum](_Sum), defaultdict[str, _Sum](_Sum)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-use", daemon=True)
 
@@ -97,39 +88,37 @@ class UseLog:
             self._warn(f"GPU use cannot be written: {error}")
 
     def _follow(self) -> None:
+        sums, totals = defaultdict[str, _Sum](_Sum), defaultdict[str, _Sum](_Sum)
         at, last, judged, stopped = self._step(), time.monotonic(), False, False
         written = last
         while not stopped:
             stopped = self._stop.wait(self._interval)
             now = time.monotonic()
             for uuid, (share, used) in use_and_memory(list(self._labels)).items():
-                for sums in (self._sums, self._totals):
-                    sums[self._labels[uuid]].add(share, now - last, used)
+                for each in (sums[self._labels[uuid]], totals[self._labels[uuid]]):
+                    each.peak = max(each.peak, used or 0)
+                    if share is not None:
+                        each.share_seconds += share * (now - last)
+                        each.seconds += now - last
             last = now
-            mean, seconds = self._mean(self._totals)
+            mean, seconds = self._mean(totals)
             if seconds >= _WARN_AFTER_SECONDS and not judged:
                 judged = True
                 if mean < LOW_USE:
                     after = f"{_WARN_AFTER_SECONDS / 60:.0f} minutes"
                     self._warn(f"the GPUs of this run were in use {mean:.0%} of its first {after}")
             step = self._step()
-            if step != at or stopped or now - written >= _AT_LEAST_SECONDS:
-                at, written = step, now
-                self._record(step)
-
-    def _record(self, step: int) -> None:
-        found: dict[str, float] = {}
-        mean, seconds = self._mean(self._sums)
-        if seconds:
-            found = {"gpu/use": mean, "gpu/seconds": seconds}
-        for label, each in self._sums.items():
-            if each.seconds:
-                found[f"gpu/{label}/use"] = each.mean
-            if each.peak:
-                found[f"gpu/{label}/memory_gib"] = each.peak / 2**30
-        self._sums.clear()
-        if found:
-            self._write(step, found)
+            if step == at and not stopped and now - written < _AT_LEAST_SECONDS:
+                continue
+            at, written = step, now
+            mean, seconds = self._mean(sums)
+            found = {"gpu/use": mean, "gpu/seconds": seconds} if seconds else {}
+            for label, each in sums.items():
+                found |= {f"gpu/{label}/use": each.mean} if each.seconds else {}
+                found |= {f"gpu/{label}/memory_gib": each.peak / 2**30} if each.peak else {}
+            sums.clear()
+            if found:
+                self._write(step, found)
 
     def _mean(self, sums: Mapping[str, _Sum]) -> tuple[float, float]:
         """Mean share over those that the run is taken to use, and the mean time it is over in

@@ -103,7 +103,7 @@ def run_sweep(
         start: Start = _start_here
         if cluster is not None:
             joined = ray_starter(plan.config, cluster, plan.folder, request.parallel)
-            start = stack.enter_context(joined).start
+            start = stack.enter_context(joined)
         return carry_out(plan, start, stop=stop, say=say)
 
 
