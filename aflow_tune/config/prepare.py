@@ -99,8 +99,7 @@ def prepare(
     before = config.flatten()
     reasons: dict[str, str] = {}
     if purpose in RUNS:
-        engine = choose_engine(config)
-        config.engine, reasons["engine"] = engine
+        config.engine, reasons["engine"] = choose_engine(config)
     found = check_settings(Case(config, purpose, workflow, judge, local_model), faults)
     config.warnings.extend(found.warnings)
     if found.faults:
@@ -120,7 +119,7 @@ def prepare(
         config.mode = "bench" if mode == "harvest" else mode
         try:
             for validator in _validators(config, purpose, dry):
-                run_validator(validator, config)
+                _run_validator(validator, config)
         finally:
             config.mode = mode if mode == "harvest" else config.mode
     for _, taskset, held_out in user_tasksets(config):
@@ -128,7 +127,7 @@ def prepare(
         if purpose not in RUNS or (config.mode == "train" and held_out):
             fill_held_out(config, taskset)
     if purpose in RUNS:
-        kept.engine = engine
+        kept.engine = (config.engine, reasons["engine"])
     else:
         give_engine_settings(config)
     kept.changes = differences(before, config.flatten(), reasons)
@@ -314,18 +313,6 @@ def _attending_without_flash_attn(overrides: dict[str, Any]) -> dict[str, Any]:
     return {**overrides, "model": {**model, "override_config": chosen}}
 
 
-class LocalClusterValidator(upstream.ConfigValidator):
-    """In place of Trinity's: sets the namespace, needs no cluster and no GPU."""
-
-    def validate(self, config: Config) -> None:
-        set_namespace(config)
-        for model in (config.explorer.rollout_model, *config.explorer.auxiliary_models):
-            model.gpu_per_engine, model.nnodes = 0, 1
-        cluster = config.cluster
-        cluster.node_num, cluster.gpu_per_node, cluster.total_gpu_num = 1, 0, 0
-        cluster.rollout_gpu_num = cluster.auxiliary_model_gpu_num = cluster.explorer_gpu_num = 0
-
-
 class LocalExplorerValidator(upstream.ExplorerConfigValidator):
     """Trinity's, without the adapter that it would load the whole model to write.
 
@@ -339,13 +326,6 @@ class LocalExplorerValidator(upstream.ExplorerConfigValidator):
 
     def _validate_lora(self, config: Config) -> None:
         config.explorer.rollout_model.enable_lora = config.model.lora_configs is not None
-
-
-class LocalTrainerValidator(upstream.ConfigValidator):
-    """In place of Trinity's: the local trainer reads no verl configuration."""
-
-    def validate(self, config: Config) -> None:
-        config.trainer.trust_remote_code = config.model.trust_remote_code
 
 
 class ModeKeepingValidator(upstream.RayClusterConfigValidator):
@@ -387,14 +367,6 @@ class OfflineModelValidator(upstream.ModelConfigValidator):
             config.synchronizer.sync_method = SyncMethod.CHECKPOINT
 
 
-class RunMonitorValidator(upstream.MonitorConfigValidator):
-    """For our own monitor, without importing those of services, which takes most of a second."""
-
-    def validate(self, config: Config) -> None:
-        config.monitor.monitor_args = config.monitor.monitor_args or {}
-        config.monitor.cache_dir = os.path.join(config.checkpoint_job_dir, "monitor")
-
-
 def set_namespace(config: Config) -> None:
     """The Ray namespace of a run, as Trinity forms it."""
     if not config.ray_namespace:
@@ -403,45 +375,61 @@ def set_namespace(config: Config) -> None:
         )
 
 
-class Omitted(upstream.ConfigValidator):
-    """In place of one that asks what cannot be asked now: fills in the Ray namespace only."""
+def _local_cluster(config: Config) -> None:
+    """The local engine needs no cluster and no GPU."""
+    set_namespace(config)
+    for model in (config.explorer.rollout_model, *config.explorer.auxiliary_models):
+        model.gpu_per_engine, model.nnodes = 0, 1
+    cluster = config.cluster
+    cluster.node_num, cluster.gpu_per_node, cluster.total_gpu_num = 1, 0, 0
+    cluster.rollout_gpu_num = cluster.auxiliary_model_gpu_num = cluster.explorer_gpu_num = 0
 
-    def validate(self, config: Config) -> None:
-        set_namespace(config)
+
+def _local_trainer(config: Config) -> None:
+    """The local trainer reads no verl configuration."""
+    config.trainer.trust_remote_code = config.model.trust_remote_code
 
 
-def _validators(config: AflowConfig, purpose: Purpose, dry: bool) -> list[upstream.ConfigValidator]:
+def _run_monitor(config: Config) -> None:
+    """Without importing the monitors of services, which takes most of a second."""
+    config.monitor.monitor_args = config.monitor.monitor_args or {}
+    config.monitor.cache_dir = os.path.join(config.checkpoint_job_dir, "monitor")
+
+
+def _validators(
+    config: AflowConfig, purpose: Purpose, dry: bool
+) -> list[Callable[[AflowConfig], None]]:
     """Trinity's validators, with ours in the place of some."""
     if purpose not in RUNS:
-        return [upstream.ModelConfigValidator(), LocalExplorerValidator()]
-    ours: dict[type, upstream.ConfigValidator] = {}
+        return [upstream.ModelConfigValidator().validate, LocalExplorerValidator().validate]
+    ours: dict[type, Callable[[AflowConfig], None]] = {}
     if dry and config.monitor.monitor_type == MONITOR:
-        ours[upstream.MonitorConfigValidator] = RunMonitorValidator()
-    if config.engine == "local":
-        ours[upstream.RayClusterConfigValidator] = LocalClusterValidator()
-        ours[upstream.ExplorerConfigValidator] = LocalExplorerValidator()
-        ours[upstream.TrainerConfigValidator] = LocalTrainerValidator()
-        ours[upstream.GPUMemoryValidator] = Omitted()
-        return [ours.get(type(known), known) for known in upstream.validators]
-    sized = bool(config.cluster.node_num and config.cluster.gpu_per_node)
-    ours[upstream.RayClusterConfigValidator] = ModeKeepingValidator()
-    if dry:
-        ours[upstream.ModelConfigValidator] = OfflineModelValidator()
-        ours[upstream.ExplorerConfigValidator] = LocalExplorerValidator()
-        if not sized:
-            ours[upstream.RayClusterConfigValidator] = Omitted()
-        if not (sized or config.model.tinker.enable):
-            ours[upstream.TrainerConfigValidator] = Omitted()
-    if dry or not sys.stdin.isatty():
+        ours[upstream.MonitorConfigValidator] = _run_monitor
+    local = config.engine == "local"
+    if local or dry or not sys.stdin.isatty():
         # It asks a question on the terminal; where nobody answers it would wait for ever.
-        ours[upstream.GPUMemoryValidator] = Omitted()
-    return [ours.get(type(known), known) for known in upstream.validators]
+        ours[upstream.GPUMemoryValidator] = set_namespace
+    if local or dry:
+        ours[upstream.ExplorerConfigValidator] = LocalExplorerValidator().validate
+    if local:
+        ours[upstream.RayClusterConfigValidator] = _local_cluster
+        ours[upstream.TrainerConfigValidator] = _local_trainer
+    else:
+        sized = bool(config.cluster.node_num and config.cluster.gpu_per_node)
+        ours[upstream.RayClusterConfigValidator] = ModeKeepingValidator().validate
+        if dry:
+            ours[upstream.ModelConfigValidator] = OfflineModelValidator().validate
+        if dry and not sized:  # there is no cluster yet to ask
+            ours[upstream.RayClusterConfigValidator] = set_namespace
+            if not config.model.tinker.enable:
+                ours[upstream.TrainerConfigValidator] = set_namespace
+    return [ours.get(type(known), known.validate) for known in upstream.validators]
 
 
-def run_validator(validator: upstream.ConfigValidator, config: AflowConfig) -> None:
+def _run_validator(validator: Callable[[AflowConfig], None], config: AflowConfig) -> None:
     """Let Trinity check and fill in; what it refuses becomes a `BadInput`."""
     try:
-        validator.validate(config)
+        validator(config)
     except (ValueError, AssertionError, RuntimeError, ImportError, OSError) as error:
         if isinstance(error, BadInput):
             raise
@@ -476,17 +464,13 @@ def _sparing_imports() -> Iterator[None]:
 def _leaving_no_folders(config: AflowConfig) -> Iterator[None]:
     """Trinity's validators make the run's folders; checking must not leave them behind."""
     folder = chain_folder(config)
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    there = {path for path in _run_folders(folder) if path.exists()}
+    own = [folder / "monitor", folder / "buffer", folder, *folder.parents]
+    there = [path for path in own if path.exists()]
     try:
         yield
     finally:
         made = Path(config.checkpoint_job_dir or folder)  # perhaps it got another name meanwhile
-        for path in [*_run_folders(made), *missing]:
+        for path in [made / "monitor", made / "buffer", made, *own]:
             if path not in there:
                 with contextlib.suppress(OSError):  # never made, or somebody has put something in
                     path.rmdir()
-
-
-def _run_folders(run: Path) -> list[Path]:
-    return [run / "monitor", run / "buffer", run]

@@ -59,8 +59,8 @@ class ValidationReport:
             parts.append("\n".join(["warnings:", *(f"  - {text}" for text in self.warnings)]))
         if self.faults:
             listed = "\n".join(f"{number}. {fault}" for number, fault in enumerate(self.faults, 1))
-            count = "one fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
-            parts.append(f"{listed}\n\n{self.path}: {count}; nothing was started")
+            count = len(self.faults)
+            parts.append(f"{listed}\n\n{self.path}: {count} fault(s); nothing was started")
         else:
             parts.append(f"{self.path}: valid; nothing was started")
         return "\n\n".join(parts)
@@ -94,11 +94,10 @@ def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationRepor
     for name, part in parts:
         found = check_part(part, workflow, judge, path, settings=not faults)
         report.engine = report.engine or found.engine
-        if name:
-            report.stages.append((name, found))
-        else:
-            report.changes = found.changes
+        report.stages.append((name, found))
         report.add(found.faults, found.warnings)
+    if not config.stages:
+        report.changes, report.stages = report.stages[0][1].changes, []
     return report
 
 
@@ -164,19 +163,20 @@ def resolve_functions(config: AflowConfig) -> tuple[Function, Function | None]:
     named = [key for key, value in ways.items() if value]
     if len(named) != 1:
         expected = (
-            "one of `workflow: path/file.py:function`, `workflow: module:function`, "
+            "one of `workflow: path/file.py:function` (or module:function), "
             "`graph: {path: FOLDER}`, and `writer: {executor: ROLE}`"
         )
         found = " and ".join(named) or "none of them"
         fix = "keep one of them" if named else "add one, or pass the function to tune()"
         fault = config.fault(named[0] if named else "workflow", expected, found, fix)
         raise BadInput("The configuration does not name one workflow function.", [fault])
-    if config.graph.path:
-        workflow: Function = _graph_workflow(config)
-    elif config.writer.executor:
-        workflow = _writer_workflow(config)
+    if config.workflow:
+        workflow = _resolve(config, "workflow", config.workflow)
     else:
-        workflow = _resolve(config, "workflow", str(config.workflow))
+        from aflow_tune.operators import load_operators
+
+        make = _graph_workflow if config.graph.path else _writer_workflow
+        workflow = make(config, load_operators(config.operators, config.positions.base))
     return workflow, _resolve(config, "judge", config.judge) if config.judge else None
 
 
@@ -236,9 +236,8 @@ def _resolve(config: AflowConfig, key: str, reference: str) -> Function:
     return function
 
 
-def _graph_workflow(config: AflowConfig) -> Function:
+def _graph_workflow(config: AflowConfig, operators: Any) -> Function:
     from aflow_tune.graph.workflow import workflow_from_config
-    from aflow_tune.operators import load_operators
 
     section, beside = config.graph, config.positions.beside
     score = _resolve(config, "graph.score", section.score) if section.score else None
@@ -249,15 +248,14 @@ def _graph_workflow(config: AflowConfig) -> Function:
             config.models,
             path=path,
             test_cases=beside(section.test_cases) if section.test_cases else None,
-            operators=load_operators(config.operators, config.positions.base),
+            operators=operators,
             score=score,
             judged=bool(config.judge),
             where=config.positions.where,
         )
 
 
-def _writer_workflow(config: AflowConfig) -> Function:
-    from aflow_tune.operators import load_operators
+def _writer_workflow(config: AflowConfig, operators: Any) -> Function:
     from aflow_tune.writer.workflow import AuxiliaryModel, writer_from_config
 
     section, beside, model = config.writer, config.positions.beside, config.model
@@ -274,7 +272,7 @@ def _writer_workflow(config: AflowConfig) -> Function:
         section,
         config.models,
         auxiliary=auxiliary,
-        operators=load_operators(config.operators, config.positions.base),
+        operators=operators,
         score=_resolve(config, "writer.score", section.score) if section.score else None,
         test_cases=beside(section.test_cases) if section.test_cases else None,
         prompt=beside(section.prompt) if section.prompt else None,

@@ -140,13 +140,6 @@ class Mix:
         self._at, self._extra = 0, [0] * len(self.sources)
         self._orders: dict[tuple[int, int], list[int]] = {}
 
-    def counts(self, batch: int) -> dict[str, int]:
-        """How many items of each source batch `batch` holds (batches count from 0)."""
-        before, after = self._taken(batch), self._taken(batch + 1)
-        return {
-            source: after[number] - before[number] for number, source in enumerate(self.sources)
-        }
-
     def batch(self, number: int) -> list[tuple[str, int]]:
         """(source, row number) of every item of batch `number`, shuffled."""
         before, after = self._taken(number), self._taken(number + 1)
