@@ -9,6 +9,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from data_project import write_rows
 
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.schema import index
@@ -48,7 +49,7 @@ def write_mixed(path: Path, numbers: range) -> None:
             "drop": {"context": f"Passage: {n} cats. Question: how many?", "ref_text": str(n)},
         }
         rows += [{"source": name, "benchmark": name, **row} for name, row in own.items()]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from data_project import write_rows
 
 from aflow_tune.data.checks import check_fields, check_overlap, check_rows
 from aflow_tune.data.fields import most_calls, task_reads
@@ -25,20 +26,15 @@ PROBLEM = (
 )
 
 
-def lines(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def table(tmp_path: Path, name: str, rows: list[Any]) -> Table:
-    return read_table(name, [lines(tmp_path / name, rows)])
+    return read_table(name, [write_rows(tmp_path / name, rows)])
 
 
 # --- rows ------------------------------------------------------------------------------------
 
 
 def test_formats_give_equal_rows(tmp_path: Path) -> None:
-    lines(tmp_path / "a.jsonl", ROWS)
+    write_rows(tmp_path / "a.jsonl", ROWS)
     (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1))
     for name, cell in (("a.csv", ","), ("a.tsv", "\t")):
         cells = "\n".join(f"{row['question']}{cell}{row['answer']}" for row in ROWS)

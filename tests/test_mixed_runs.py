@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from data_project import write_rows
 from project import WORKFLOW, run_dir, write_project
 
 from aflow_tune.config.load import load_config
@@ -28,11 +29,6 @@ LOGGING = WORKFLOW.replace(
 )
 
 
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def write_sources(root: Path) -> None:
     """Rows of two kinds that no single table holds: `answer` is a text here, a list there."""
     sums = [{"n": n, "question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(9)]
@@ -40,8 +36,8 @@ def write_sources(root: Path) -> None:
         {"n": n, "question": f"Write f{n}.", "answer": [n], "tests": {"a": n}, "source": f"url{n}"}
         for n in range(4)
     ]
-    write_lines(root / "sums.jsonl", sums)
-    write_lines(root / "code.jsonl", code)
+    write_rows(root / "sums.jsonl", sums)
+    write_rows(root / "code.jsonl", code)
 
 
 def mixed_project(root: Path, model: Path, **settings: Any) -> Path:
@@ -53,7 +49,7 @@ def mixed_project(root: Path, model: Path, **settings: Any) -> Path:
         for n in range(6)
     ]
     rows += [{**row, "answer": [1], "source": "code"} for row in rows[:3]]
-    write_lines(root / "held_out.jsonl", rows)
+    write_rows(root / "held_out.jsonl", rows)
     write_sources(root)
     content = yaml.safe_load(config.read_text())
     buffer = content["buffer"]
@@ -192,7 +188,7 @@ def test_one_prepared_file_is_mixed_by_the_sources_of_its_rows(
         | {"source": "sums" if n % 4 else "code", "benchmark": "gsm8k" if n % 4 else "mbpp"}
         for n in range(20)
     ]
-    write_lines(tmp_path / "train.jsonl", rows)
+    write_rows(tmp_path / "train.jsonl", rows)
     content = yaml.safe_load(config.read_text())
     content["buffer"]["explorer_input"]["tasksets"] = [{"path": f"{tmp_path}/train.jsonl"}]
     config.write_text(yaml.safe_dump(content, sort_keys=False))

@@ -55,17 +55,6 @@ def test_a_function_of_a_file_with_its_siblings(tmp_path: Path) -> None:
     assert sys.modules[function.__module__].__file__ == str(tmp_path / "flows.py")
 
 
-def test_a_path_is_looked_for_here_and_beside_the_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "here", flow="def f(): return 'here'")
-    write(tmp_path / "base", flow="def f(): return 'base'", other="def f(): return 'other'")
-    monkeypatch.chdir(tmp_path / "here")
-    assert resolve("flow.py:f", tmp_path / "base")() == "here"
-    assert resolve("other.py:f", tmp_path / "base")() == "other"
-    assert resolve("./flow.py:f")() == "here"
-
-
 def test_what_is_installed_is_never_shadowed(tmp_path: Path) -> None:
     write(tmp_path, flow="import colorsys, isympy\ndef f(): return colorsys, isympy")
     write(tmp_path, colorsys="", isympy="")
@@ -189,14 +178,16 @@ def test_a_file_that_cannot_be_imported_shows_its_own_line(
     assert resolve(f"{tmp_path}/flow.py:f")() == 1
 
 
-def test_modules_are_found_in_the_current_folder(
+def test_here_is_looked_at_first_then_beside_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, local_flows="class A:\n    def go(self): ...\nobj = A()\n")
+    write(tmp_path / "base", local_flows="", other="def f(): return 'other'")
     write(tmp_path, failing_flow="import nowhere_at_all")
     monkeypatch.chdir(tmp_path)
     assert resolve("local_flows:obj.go").__name__ == "go"
-    assert sys.path[-1] == str(tmp_path)
+    assert resolve("local_flows.py:obj.go", tmp_path / "base").__name__ == "go"
+    assert resolve("other.py:f", tmp_path / "base")() == "other"
     told = fault("failing_flow:f")
     assert told.where == f"{tmp_path}/failing_flow.py:1"
     assert "nowhere_at_all" in told.found

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from data_project import write_rows
 from tiny import NO_WEIGHTS
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
@@ -58,8 +58,8 @@ def project(tmp_path: Path) -> Path:
     """A folder with workflow, data, a model's small files, and a sound configuration."""
     (tmp_path / "flow.py").write_text(WORKFLOW)
     for name, numbers in (("train", range(12)), ("held_out", range(100, 104))):
-        rows = [json.dumps({"question": f"What is {n}?", "answer": str(n)}) for n in numbers]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+        rows = [{"question": f"What is {n}?", "answer": str(n)} for n in numbers]
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"max_position_embeddings": 1024}')
@@ -210,22 +210,12 @@ def test_files_become_folders_that_trinity_reads(project: Path) -> None:
     (taskset,) = config.buffer.explorer_input.tasksets
     assert taskset.split == "train[:5]"
     assert len(TaskFileReader(taskset.to_storage_config())) == 5
-
-
-def test_folders_by_split(project: Path) -> None:
-    data = project / "data"
-    data.mkdir()
-    (project / "train.jsonl").rename(data / "my_train.jsonl")
     (project / "held_out.jsonl").rename(data / "test-0.jsonl")
-    paths = (
-        f"buffer.explorer_input.taskset.path={data}",
-        f"buffer.explorer_input.eval_tasksets.0.path={data}",
-    )
-    split = "buffer.explorer_input.eval_tasksets.0.split"
-    assert prepare(load(project, *paths, f"{split}=test"))
-    found = refused(project, *paths, f"{split}=validation")
-    assert list(found) == [f"{split}=validation"]
-    assert "test, train" in found[f"{split}=validation"].found
+    held_out = "buffer.explorer_input.eval_tasksets.0"
+    paths = (f"{key}.path={data}", f"{held_out}.path={data}")
+    assert prepare(load(project, *paths, f"{held_out}.split=test"))
+    found = refused(project, *paths, f"{held_out}.split=validation")
+    assert "test, train" in found[f"{held_out}.split=validation"].found
 
 
 def test_a_sound_configuration_is_valid_and_leaves_no_trace(project: Path) -> None:

@@ -62,9 +62,7 @@ def check_spend(config: AflowConfig, *, tuned: bool = True) -> Iterable[Fault]:
 def check_served(config: AflowConfig, served: Sequence[ModelSettings]) -> None:
     """Hold models that are asked in place of the tuned one against a limit on money.
 
-    Raises:
-        BadInput: the price of one is not known.
-    """
+    Raises BadInput: the price of one is not known."""
     if config.budget.usd is not None and (faults := _unpriced((POLICY, one) for one in served)):
         raise BadInput("A budget of money needs the price of every model.", faults)
     for model in served:

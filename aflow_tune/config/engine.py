@@ -154,8 +154,7 @@ def check_devices(config: AflowConfig, engine: str | None = None) -> Iterable[Fa
         return
     if found is not None:
         fix = "remove it and start that Ray with CUDA_VISIBLE_DEVICES, or ray_address: local"
-        there = f"the Ray at {found.address} ({found.source}), whose devices are fixed"
-        yield config.fault(_KEY, "a Ray that this command starts itself", there, fix)
+        yield config.fault(_KEY, "a Ray of this command's own", f"that at {found.address}", fix)
 
 
 @contextlib.contextmanager
@@ -186,11 +185,10 @@ def own_devices(config: AflowConfig, say: Callable[[str], None] = print) -> Iter
         where=config.positions.where(_KEY),
     ) as chosen:
         if chosen.by_uuid and engine == "trinity":
-            title = "Trinity's vLLM cannot be given these devices."
             expected = "GPUs of a machine without divided ones (MIG): vLLM takes numbers only"
             named = ", ".join(device.label for device in chosen.devices)
-            fix = "engine: local, or leave MIG mode: nvidia-smi -mig 0"
-            raise BadInput(title, [config.fault(_KEY, expected, f"GPU {named}", fix)])
+            fault = config.fault(_KEY, expected, f"GPU {named}", "engine: local, or leave MIG mode")
+            raise BadInput("Trinity's vLLM cannot be given these devices.", [fault])
         for line in mapping_lines(chosen.devices):
             say(line)
         yield

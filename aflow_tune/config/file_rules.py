@@ -47,9 +47,6 @@ Found = Iterable[Fault | str]
 
 # --- Rows of task sets ----------------------------------------------------------------------------
 
-_SHOWN = 3
-"""Rows that a writer cannot ask about, of which places are told."""
-
 
 def check_paths(
     config: AflowConfig, key: str, taskset: TasksetConfig | ExperienceBufferConfig
@@ -94,7 +91,7 @@ def check_data(
         given = () if is_held_out else of_mix
         strange: list[Fault] = []  # rows that a writer cannot ask about or score
         for row, place in zip(table.rows, table.places, strict=True):
-            if row_faults is None or len(strange) >= _SHOWN:
+            if row_faults is None or len(strange) >= 3:
                 break
             if "benchmark" not in given or row.get("benchmark"):
                 strange += [
@@ -133,7 +130,6 @@ def _table(
 # `response`; `dpo` a prompt with a `chosen` and a `rejected` answer; `cpt` plain text.
 
 KEY = "buffer.trainer_input.experience_buffer"
-_MOST_FAULTS = 5
 
 
 def check_experiences(config: AflowConfig) -> Iterator[Fault]:
@@ -190,10 +186,9 @@ def _check_experience_rows(config: AflowConfig, found: Findings) -> None:
         for row, place in zip(table.rows, table.places, strict=True)
         if (problem := _row_problem(kind, buffer.format, row)) is not None
     ]
-    found.faults += problems[:_MOST_FAULTS]
-    if len(problems) > _MOST_FAULTS:
-        text = f"{table.source}: {len(problems)} of {len(table.rows)} rows are faulty"
-        found.warnings.append(text)
+    found.faults += problems[:5]
+    if len(problems) > 5:
+        found.warnings.append(f"{table.source}: {len(problems)} rows are faulty")
 
 
 _LEARNED = {
@@ -229,9 +224,8 @@ def _row_problem(
             with contextlib.suppress(json.JSONDecodeError):
                 value = json.loads(value)
         if not isinstance(value, list) or not value or not all(map(_is_message, value)):
-            expected = f"a list of messages under {key!r}, each with `role` and `content`"
             fix = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
-            return expected, short, fix
+            return f"a list of messages under {key!r}", short, fix
         last = value[-1]["role"]
         if last != "assistant" and (kind == "sft" or setting != "messages_key"):
             expected = f"the assistant's message at the end of {key!r}: it is what is learned"
@@ -302,9 +296,6 @@ def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True)
             yield Fault(where, expected, found, f"model_path: {close or next(iter(BUNDLED))}")
         elif not is_cached(name):
             yield f"model {name}: not on this machine yet; it is fetched once at the start"
-    path = model.chat_template_path
-    if path and not Path(path).expanduser().is_file():
-        yield config.wrong("model.chat_template_path", "a template file", "check the path")
 
 
 def _folder_problems(
@@ -375,8 +366,6 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 _OVER_TURNS = ("multi_step_grpo", "gigpo")
 """Algorithms whose advantage compares rollouts of several calls."""
-_CHARS_A_TOKEN = 4
-"""Of English and code, about; only for a warning."""
 
 
 def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found:
@@ -385,36 +374,27 @@ def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found
     if not section.executor:
         if section != WriterSection():
             expected = "a role that runs the workflows: without it the section is not read"
-            fix = "writer: {executor: executor}, or remove the section"
-            yield config.fault("writer.executor", expected, "nothing", fix)
+            yield config.fault("writer.executor", expected, "nothing", "executor: ROLE")
         return
-    kind = config.algorithm.algorithm_type
-    if section.turns > 1 and config.mode == "both" and kind not in _OVER_TURNS:
-        yield (
-            f"{where('writer.turns')}: {kind} takes each turn for a run of its own; "
-            f"use {' or '.join(_OVER_TURNS)}"
-        )
-    if section.turns == 1 and config.mode == "both" and kind == "gigpo":
-        yield (
-            f"{where('algorithm.algorithm_type')}: with one turn all calls of a task are made in "
-            "one state, and gigpo adds nothing: set writer.turns, or use multi_step_grpo"
-        )
+    kind, turns = config.algorithm.algorithm_type, section.turns
+    if turns > 1 and config.mode == "both" and kind not in _OVER_TURNS:
+        better = " or ".join(_OVER_TURNS)
+        yield f"{where('writer.turns')}: {kind} takes each turn for a run of its own; use {better}"
+    if turns == 1 and config.mode == "both" and kind == "gigpo":
+        key = where("algorithm.algorithm_type")
+        yield f"{key}: with one turn all calls are made in one state, and gigpo adds nothing"
     room = config.model.max_prompt_tokens or config.model.max_model_len
     messages = getattr(workflow, "messages", None)
     if messages is not None and room is not None:
         asked = messages("", section.problem_type or PROBLEM_TYPES[0])
-        tokens = len(asked[0]["content"]) // _CHARS_A_TOKEN
+        tokens = len(asked[0]["content"]) // 4  # characters a token, about
         if tokens > room:
-            yield (
-                f"{where('model.max_prompt_tokens')}: the policy's prompt alone has about "
-                f"{tokens} tokens, the model takes {room}: allow fewer operators, or raise it"
-            )
-    needed, limit = section.turns * section.timeout, config.rollout.run_timeout
+            key = where("model.max_prompt_tokens")
+            yield f"{key}: the policy's prompt has about {tokens} tokens, the model takes {room}"
+    needed, limit = turns * section.timeout, config.rollout.run_timeout
     if needed > limit:
-        yield (
-            f"{where('rollout.run_timeout')}: a rollout is given up after {limit:g} s, but "
-            f"writer.turns x writer.timeout is {needed:g} s"
-        )
+        key = where("rollout.run_timeout")
+        yield f"{key}: {limit:g} s, but writer.turns x writer.timeout is {needed:g} s"
 
 
 _HARVEST_NUMBERS = {
@@ -454,8 +434,8 @@ def check_harvest(config: AflowConfig) -> Iterator[Fault]:
             yield config.fault("harvest.runs", "run folders of the writer", "none", fix)
         for number, folder in enumerate(run_folders(config)):
             if not any(folder.glob("rollouts/step_*.jsonl")):
-                fix = "name the folder of a training run, which has a folder `rollouts`"
-                yield config.wrong(f"harvest.runs.{number}", "a run folder with rollouts", fix)
+                key = f"harvest.runs.{number}"
+                yield config.wrong(key, "a run folder with rollouts", "name that of a training run")
     for least, names in _HARVEST_NUMBERS.items():
         for name in names:
             value = getattr(section, name)
@@ -472,9 +452,7 @@ def run_folders(config: AflowConfig) -> list[Path]:
 def templates_of(config: AflowConfig) -> list[Template]:
     """The templates that are tried: those of the user's folder, or the shipped ones.
 
-    Raises:
-        BadInput: with every file of the folder that is no template.
-    """
+    Raises BadInput: with every file of the folder that is no template."""
     name = config.harvest.templates
     if name is None:
         return list(TEMPLATES.values())

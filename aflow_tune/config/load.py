@@ -108,9 +108,7 @@ def read_config(
 ) -> tuple[AflowConfig, list[Fault]]:
     """`load_config` that returns its faults beside what could be read in spite of them.
 
-    Raises:
-        BadInput: the file is missing or is no YAML, so that nothing could be read.
-    """
+    Raises BadInput: the file is missing or is no YAML, so that nothing could be read."""
     positions = KeyPositions()
     content: dict[str, Any] = {}
     faults: list[Fault] = []
@@ -177,8 +175,7 @@ def _read_yaml(path: Path, positions: KeyPositions) -> tuple[dict[str, Any], lis
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        folder = path.parent if path.parent.is_dir() else Path()
-        names = [item.name for item in folder.iterdir() if item.suffix in (".yaml", ".yml")]
+        names = [item.name for item in path.parent.glob("*.y*ml")]
         close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4)
         fix = f"check the path; there is {', '.join(close)}" if close else "check the path"
         found = getattr(error, "strerror", None) or str(error)

@@ -25,9 +25,7 @@ logger = logging.getLogger("trinity")
 def quiet() -> None:
     """Send nothing of the libraries to the terminal. Call before Trinity is imported.
 
-    Raises:
-        BadInput: versions are installed that are known to break, some of them in that import.
-    """
+    Raises BadInput: versions are installed that are known to break, some of them in that import."""
     refuse_clashes()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

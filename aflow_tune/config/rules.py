@@ -257,8 +257,7 @@ def _registered(case: Case) -> Found:
             if "." not in value or registry.get(value) is None:
                 yield _unknown_name(config, key, value, known)
         except (ImportError, AttributeError, KeyError) as error:
-            fix = "write package.module.ClassName of something that can be imported"
-            yield config.fault(key, "the dotted path of a class", f"{value}: {error}", fix)
+            yield config.fault(key, "package.module.Class", f"{value}: {error}", "correct the path")
     try:  # a name that nothing stands for was told above
         usual = ALGORITHM_TYPE.get(algorithm.algorithm_type).default_config()
         for name, registry in _functions().items():
@@ -298,15 +297,12 @@ def _needs(case: Case) -> Found:
     for name in ("enable_history", "enable_openai_api"):
         key = f"explorer.rollout_model.{name}"
         if config.positions.given(key) and not value_of(config, key):
-            expected = "true: recorded calls are trained on, and functions call this API"
-            yield config.wrong(key, expected, f"{name}: true")
+            yield config.wrong(key, "true: training needs what it records", f"{name}: true")
     of_data, from_data = mode == "train", config.algorithm.algorithm_type in FROM_DATA
     if of_data != from_data and (
         (of_data and config.engine == "local") or (from_data and mode in _WITH_ROLLOUTS)
     ):
-        expected = f"an algorithm that learns from rollouts (mode: {mode})"
-        if of_data:
-            expected = f"one of {', '.join(FROM_DATA)}: `mode: train` learns from a data set alone"
+        expected = f"{' or '.join(FROM_DATA)}, which learn from a data set, with `mode: train` only"
         fix = "mode: train with algorithm_type: sft, or mode: both with multi_step_grpo"
         yield config.wrong("algorithm.algorithm_type", expected, fix)
     for fault in reward_faults(config.rewards):
@@ -316,34 +312,30 @@ def _needs(case: Case) -> Found:
     if "." not in kind and kind not in known:
         yield _unknown_name(config, key, kind, known)
     elif kind not in ("tensorboard", MONITOR):
-        yield (
-            f"{config.positions.where(key)}: with {kind} the live panel and the report's "
-            "curves stay empty; only tensorboard writes metrics.jsonl too"
-        )
+        where = config.positions.where(key)
+        yield f"{where}: with {kind} the live panel and the report's curves stay empty"
     if case.workflow is None or config.rollout.system_prompt is not None:
         return
     asked = inspect.signature(case.workflow).parameters.get("system_prompt")
     if asked is not None and asked.default is asked.empty and asked.annotation in (str, "str"):
         expected = "a text: the workflow function takes `system_prompt` and has no default for it"
-        fix = "set `rollout: {system_prompt: ...}`, or give the parameter a default"
-        yield config.fault("rollout.system_prompt", expected, "nothing", fix)
+        yield config.fault("rollout.system_prompt", expected, "nothing", "system_prompt: ...")
 
 
 def _something_to_evaluate(case: Case) -> Found:
     if not case.config.buffer.explorer_input.eval_tasksets:
         key = "buffer.explorer_input.eval_tasksets"
-        fix = "buffer: {explorer_input: {eval_tasksets: [{name: held_out, path: test.jsonl}]}}"
+        fix = "eval_tasksets: [{name: held_out, path: test.jsonl}]"
         yield case.config.fault(key, "at least one held-out task set to evaluate on", "none", fix)
 
 
 def _tasksets(case: Case) -> Found:
     config, inputs = case.config, case.config.buffer.explorer_input
     if inputs.taskset and inputs.tasksets:
-        expected, fix = "either `taskset` or `tasksets`", "move `taskset` into the list `tasksets`"
-        yield config.fault("buffer.explorer_input.tasksets", expected, "both", fix)
+        key, fix = "buffer.explorer_input.tasksets", "move `taskset` into the list `tasksets`"
+        yield config.fault(key, "either `taskset` or `tasksets`", "both", fix)
     if not inputs.taskset and not inputs.tasksets and config.mode not in WITHOUT_TASKS:
-        fix = "add below buffer.explorer_input: taskset: {name: train, path: data/train.jsonl}"
-        key = "buffer.explorer_input.taskset"
+        key, fix = "buffer.explorer_input.taskset", "taskset: {name: train, path: train.jsonl}"
         yield config.fault(key, "a task set to train on", "none", fix)
     names: set[str] = set()
     ours = (None, "", ADAPTER, "agentscope_workflow_adapter", "agentscope_workflow_adapter_v1")
@@ -357,14 +349,12 @@ def _tasksets(case: Case) -> Found:
             yield config.wrong(f"{key}.repeat_times", "1 or more", "repeat_times: 1")
         repeated = held_out and taskset.name and taskset.name in names
         if repeated or "/" in taskset.name or taskset.name in (".", ".."):
-            expected = "a name of its own, without slashes"
-            yield config.wrong(f"{key}.name", expected, "name: held_out_2")
+            yield config.wrong(f"{key}.name", "an own name, without slashes", "name: held_out_2")
         names.add(taskset.name)
         typed += [f"{key}.default_workflow_type", f"{key}.format.workflow_key"]
     for key in typed:
         if value_of(config, key) not in ours:
-            fix = "remove the line and name your function with `workflow: path/file.py:function`"
-            yield config.wrong(key, "our adapter, which is set by itself", fix)
+            yield config.wrong(key, "our adapter, which is set by itself", "remove the line")
 
 
 def _rows(case: Case) -> Found:
@@ -388,9 +378,8 @@ def _lengths(case: Case) -> Found:
     if small:
         return
     if total is None and (prompt is None or response is None):
-        fix = "model: {max_model_len: 2048, max_response_tokens: 512}"
-        expected = "the tokens of prompt and response together"
-        yield config.fault("model.max_model_len", expected, "not set", fix)
+        key, expected = "model.max_model_len", "the tokens of prompt and response together"
+        yield config.fault(key, expected, "not set", "max_model_len: 2048")
         return
     total = prompt + response if total is None else total
     left = total - (total // 2 if response is None else response)
@@ -415,8 +404,7 @@ _BY_GROUP = words(
 
 
 def _advantage(case: Case) -> Found:
-    """An advantage function works in the explorer's pipeline or in the trainer, as its type
-    of algorithm does; Trinity asserts it once everything was started."""
+    """Whether groups are compared, and where: Trinity asserts that once everything is started."""
     from trinity.algorithm import ADVANTAGE_FN, ALGORITHM_TYPE
 
     config, algorithm = case.config, case.config.algorithm
@@ -428,9 +416,8 @@ def _advantage(case: Case) -> Found:
         yield config.wrong("algorithm.repeat_times", expected, fix)
     in_trainer = kind.compute_advantage_in_trainer
     if own and ADVANTAGE_FN.get(own).compute_in_trainer() != in_trainer:
-        place = "in the trainer" if in_trainer else "from whole groups, before the trainer"
-        expected = f"one that is computed {place}, as {algorithm.algorithm_type} does"
-        fix = "remove advantage_fn: the algorithm brings its own"
+        expected = f"one that is computed {'in' if in_trainer else 'before'} the trainer"
+        fix = f"remove it: {algorithm.algorithm_type} brings its own"
         yield config.wrong("algorithm.advantage_fn", expected, fix)
 
 
@@ -467,8 +454,7 @@ def _evaluation(case: Case) -> Found:
         yield config.wrong(key, f"at most {steps}, the steps of this run", fix)
     if steps == 0 and config.mode not in ("train", "serve"):
         expected = "at least one step: no more than rows x epochs"
-        fix = "lower buffer.batch_size, add rows, or raise buffer.total_epochs"
-        yield config.wrong("buffer.batch_size", expected, fix)
+        yield config.wrong("buffer.batch_size", expected, "lower it, or raise buffer.total_epochs")
     if config.quick_eval is not None and config.engine == "trinity":
         yield f"{where('quick_eval')}: read by `engine: local` only"
     if not config.buffer.explorer_input.eval_tasksets and config.mode == "both":
@@ -481,10 +467,8 @@ def _evaluation(case: Case) -> Found:
         if config.engine == "trinity":
             yield f"{where(key)}: verl keeps the newest only; `engine: local` the best too"
         elif given("trainer.save_interval") and save and interval % save:
-            yield (
-                f"{where(key)}: only a step that is both saved and evaluated can be the best: let "
-                f"trainer.save_interval ({save}) divide explorer.eval_interval ({interval})"
-            )
+            told = f"let trainer.save_interval ({save}) divide explorer.eval_interval ({interval})"
+            yield f"{where(key)}: only a step that is saved and evaluated can be the best: {told}"
 
 
 # --- The local engine ----------------------------------------------------------------------------
@@ -534,9 +518,8 @@ def _local_settings(case: Case) -> Found:
     config, adapters = case.config, case.config.model.lora_configs
     yield from _values(config, _LOCAL_VALUES, " (engine: local)")
     if adapters is not None and len(adapters) != 1:
-        expected = "one adapter, or no lora_configs to train the full weights"
-        fix = "lora_configs: [{lora_rank: 16, lora_alpha: 32}]"
-        yield config.fault("model.lora_configs", expected, f"{len(adapters)} adapters", fix)
+        fix, found = "lora_configs: [{lora_rank: 16, lora_alpha: 32}]", f"{len(adapters)} adapters"
+        yield config.fault("model.lora_configs", "one adapter, or null: all weights", found, fix)
     elif adapters:
         key, adapter = "model.lora_configs.0", adapters[0]
         for name in ("lora_rank", "lora_alpha"):
@@ -545,13 +528,11 @@ def _local_settings(case: Case) -> Found:
         for name in ("path", "exclude_modules"):
             if getattr(adapter, name) and not adapter.is_dummy:
                 expected = "nothing: the local engine begins with a new adapter"
-                fix = "merge an adapter into the model first; target_modules says what to adapt"
-                yield config.wrong(f"{key}.{name}", expected, fix)
+                yield config.wrong(f"{key}.{name}", expected, "merge the old one into the model")
     if config.deterministic:
         key = "explorer.max_repeat_times_per_runner"
         if value_of(config, key) is not None:
-            expected = "null with `deterministic: true`: it splits groups by who is free"
-            yield config.wrong(key, expected, "max_repeat_times_per_runner: null")
+            yield config.wrong(key, "null with `deterministic: true`", "remove it")
         if config.local.dtype in ("bf16", "bfloat16"):
             yield config.wrong("local.dtype", "fp32 with `deterministic: true`", "dtype: fp32")
     device = config.local.device
@@ -565,14 +546,13 @@ def _local_sampling(case: Case) -> Found:
     config = case.config
     for place, _, held_out in user_tasksets(config):
         for name, default in (("top_p", 1.0), ("top_k", -1)):
-            key, whole = f"{place}.rollout_args.{name}", default
+            key = f"{place}.rollout_args.{name}"
             if value_of(config, key) is None or not config.positions.given(key):
                 key = f"model.{name}"
             value = value_of(config, key)
-            if not held_out and (value != whole if name == "top_p" else value > 0):
-                fix = f"{name}: {default} (a held-out task set may have its own rollout_args)"
+            if not held_out and (value != 1 if name == "top_p" else value > 0):
                 expected = f"{default}: training takes the gradient of the whole distribution"
-                yield config.wrong(key, expected, fix)
+                yield config.wrong(key, expected, f"{name}: {default}, or another in held-out sets")
 
 
 def _unread(case: Case) -> Found:
@@ -609,8 +589,7 @@ computes in 16 bits."""
 def _one_gpu(case: Case) -> Found:
     cluster = case.config.cluster
     if cluster.node_num == cluster.gpu_per_node == 1:
-        expected = "a GPU for the sampler and one for the trainer"
-        yield case.config.fault("mode", expected, "both, on one GPU", "mode: colocate")
+        yield case.config.fault("mode", "two GPUs or more", "both, on one GPU", "mode: colocate")
 
 
 def _quantised(case: Case) -> Found:
@@ -625,13 +604,11 @@ def _quantised(case: Case) -> Found:
             asked.setdefault(found[0], value)
     adapter = config.model.lora_configs is not None
     for key, value in asked.items():
-        told = f"{key.rpartition('.')[2]}: {value}"
         if not local and key.startswith(_SAMPLER) and adapter:
-            yield (
-                f"{config.positions.where(key)}: only the sampler's base is {value}: sampler and "
-                "trainer give one answer slightly different probabilities"
-            )
+            where = config.positions.where(key)
+            yield f"{where}: the trainer's base is not {value}: its probabilities differ slightly"
         else:
+            told = f"{key.rpartition('.')[2]}: {value}"
             expected = "weights of 16 or 32 bits: trained ones are not quantised (docs/recipes.md)"
             yield config.fault(key, expected, told, "remove it, or train an adapter on vLLM")
 

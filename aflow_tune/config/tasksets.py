@@ -26,7 +26,6 @@ from pathlib import Path
 
 from trinity.common.config import DataSelectorConfig, ExperienceBufferConfig, TasksetConfig
 
-from aflow_tune.config.schema import nearest
 from aflow_tune.config.settings import AflowConfig
 from aflow_tune.data.checks import sources
 from aflow_tune.data.mix import DEFAULT_SHARES, KINDS, default_shares, exact_shares, kind_of
@@ -324,9 +323,7 @@ def _split_of(path: Path) -> str | None:
 def shares_of(config: AflowConfig) -> dict[str, Fraction]:
     """The share of each source of `config.mix`, as written or by the default recipe.
 
-    Raises:
-        ValueError: the shares are no shares, or the recipe has none for a source.
-    """
+    Raises ValueError: the shares are no shares, or the recipe has none for a source."""
     written = {name: source.ratio for name, source in config.mix.items()}
     if any(ratio is not None for ratio in written.values()):
         return exact_shares({name: ratio or 0.0 for name, ratio in written.items()})
@@ -397,18 +394,15 @@ def check_mix(config: AflowConfig) -> list[Fault]:
     given = any(ratio is not None for ratio in ratios.values())
     for name, ratio in ratios.items():
         if ratio is None and (given or kind_of(name, config.mix[name].benchmark) is None):
-            expected = "a `ratio` for each source, or for none of them a `benchmark` or a name "
-            expected += f"that tells its kind: {', '.join(KINDS)}"
+            expected = f"a `ratio` for each source, or else a `benchmark` of {', '.join(KINDS)}"
             faults.append(config.fault(f"mix.{name}", expected, "no ratio", "{ratio: 0.5}"))
         elif ratio is not None and not 0 < ratio <= 1:
-            key = f"mix.{name}.ratio"
-            faults.append(config.wrong(key, "a share above 0, at most 1", "ratio: 0.4"))
+            faults.append(config.wrong(f"mix.{name}.ratio", "above 0, at most 1", "ratio: 0.4"))
     if given and not faults:
         try:
             shares_of(config)
         except ValueError as error:
-            fix = "change the ratios; thirds may be rounded"
-            faults.append(config.fault("mix", "ratios that are 1 together", str(error), fix))
+            faults.append(config.fault("mix", "ratios that are 1", str(error), "change them"))
     return [*faults, *_check_sources(config), *_check_alike(config)]
 
 
@@ -425,8 +419,7 @@ def _check_sources(config: AflowConfig) -> Iterable[Fault]:
         if name in mix:
             named[name] += 1
             if named[name] == 2:
-                fix = f"name: {name}_2, and a share of its own in `mix`"
-                yield config.fault(f"{key}.name", "a name of its own", repr(name), fix)
+                yield config.fault(f"{key}.name", "a name of its own", repr(name), f"{name}_2")
             continue
         table = read_taskset(config, taskset)
         if table is None or table.faults:
@@ -437,15 +430,13 @@ def _check_sources(config: AflowConfig) -> Iterable[Fault]:
         known += rows
         strange = [f"{source} ({count})" for source, count in rows.items() if source not in mix]
         if strange:
-            expected = f"{name!r} as a source in `mix`, or rows whose `source` is one"
-            fix = f"give {name!r}, or each `source` of its rows, a share in `mix`"
+            expected = f"{name!r}, or each `source` of its rows, as a source in `mix`"
             found = "rows of " + ", ".join(strange[:4])
-            yield config.fault(f"{key}.name", expected, found, fix)
+            yield config.fault(f"{key}.name", expected, found, "give it a share")
     for name in mix:
         if not named[name] and not unread:
-            expected = "the name of a training task set, or a `source` of its rows: "
-            fix = f"did you mean `{nearest(name, known, 0.0)}`?"
-            yield config.fault(f"mix.{name}", expected + ", ".join(known), repr(name), fix)
+            expected = f"the name of a training task set, or a `source` of its rows: {known}"
+            yield config.fault(f"mix.{name}", expected, repr(name), "correct the name")
 
 
 def _check_alike(config: AflowConfig) -> Iterable[Fault]:
@@ -454,12 +445,11 @@ def _check_alike(config: AflowConfig) -> Iterable[Fault]:
     for key, taskset in training:
         kind = (taskset.task_selector or taskset.data_selector).selector_type
         if kind not in (None, "sequential"):
-            expected, fix = "none: a mix shuffles by itself", "remove data_selector"
-            yield config.fault(f"{key}.data_selector.selector_type", expected, repr(kind), fix)
+            place, expected = f"{key}.data_selector.selector_type", "none: a mix shuffles by itself"
+            yield config.fault(place, expected, repr(kind), "remove data_selector")
         if not is_file(taskset):
             yield config.wrong(f"{key}.storage_type", "file", "storage_type: file")
         for name in _SHARED:
             if getattr(taskset, name) != getattr(training[0][1], name):
-                found = "other settings than in the first task set"
-                fix = "give all task sets of the mix the same"
-                yield config.fault(f"{key}.{name}", f"one `{name}` for all of a mix", found, fix)
+                expected, found = f"one `{name}` for all of a mix", "another than in the first"
+                yield config.fault(f"{key}.{name}", expected, found, "make them equal")

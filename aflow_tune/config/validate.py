@@ -72,25 +72,21 @@ def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationRepor
     Never raises for a bad input: what is wrong is in the report's faults.
     """
     report = ValidationReport(str(path))
-    try:
-        config, faults = read_config(path, overrides)
-    except BadInput as error:
-        report.add(_faults_of(error))
+    with _collected(report.faults):
+        report.config, faults = read_config(path, overrides)
+    if report.config is None:
         return report
+    config = report.config
     parts, misplaced = parts_of(config)
-    report.config, report.faults = config, [*faults, *misplaced]
+    report.faults += [*faults, *misplaced]
     workflow: Function | None = None
     judge: Function | None = None
-    try:
+    with _collected(report.faults):
         if any(needs_workflow(part) for _, part in parts):
             workflow, judge = resolve_functions(config)
             check_functions(workflow, judge)
-    except BadInput as error:
-        report.faults += _faults_of(error)
-    try:
+    with _collected(report.faults):
         check_run_prompts(config)
-    except BadInput as error:
-        report.faults += [fault for fault in error.faults if fault not in report.faults]
     for name, part in parts:
         found = check_part(part, workflow, judge, path, settings=not faults)
         report.engine = report.engine or found.engine
@@ -101,8 +97,14 @@ def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationRepor
     return report
 
 
-def _faults_of(error: BadInput) -> Sequence[Fault]:
-    return error.faults or [Fault("configuration", "valid input", error.title, "correct it")]
+@contextlib.contextmanager
+def _collected(faults: list[Fault]) -> Iterator[None]:
+    """Add the faults of a refusal in this block to `faults`."""
+    try:
+        yield
+    except BadInput as error:
+        told = error.faults or [Fault("configuration", "valid input", error.title, "correct it")]
+        faults += [fault for fault in told if fault not in faults]
 
 
 def check_part(
@@ -120,11 +122,9 @@ def check_part(
     """
     report = ValidationReport(str(path), config)
     if settings:
-        try:
+        with _collected(report.faults):
             report.engine = choose_engine(config)
             report.changes = prepare(config, Purpose.CHECK, workflow=workflow)
-        except BadInput as error:
-            report.faults += _faults_of(error)
         engine = report.engine[0] if report.engine is not None else None
         address = check_address(config, engine)
         report.faults += [fault for fault in address if fault not in report.faults]
@@ -183,9 +183,7 @@ def resolve_functions(config: AflowConfig) -> tuple[Function, Function | None]:
 def check_run_prompts(config: AflowConfig) -> None:
     """Load the run's `operators:`, and hold its `prompts:` against them.
 
-    Raises:
-        BadInput: with every operator that is none, or every prompt that does not fit.
-    """
+    Raises BadInput: with every operator that is none, or every prompt that does not fit."""
     if not config.prompts and not config.operators:
         return
     from aflow_tune.operators import OPERATORS, check_prompts, load_operators
@@ -207,13 +205,11 @@ def prepare_harvest(config: AflowConfig) -> tuple[Any, Path]:
     Raises:
         BadInput: with every fault of the sections, the task sets and the models.
     """
-    workflow, faults = None, []
-    if config.writer.executor:
-        try:
+    workflow, faults = None, list[Fault]()
+    with _collected(faults):
+        if config.writer.executor:
             check_run_prompts(config)
             workflow = resolve_functions(config)[0]
-        except BadInput as error:
-            faults = list(error.faults)
     prepare(config, Purpose.HARVEST, workflow=workflow, faults=faults)
     assert workflow is not None  # without an executor `check_harvest` refuses
     return workflow, Path(config.get_checkpoint_job_dir()) / "harvested"

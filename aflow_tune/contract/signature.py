@@ -284,9 +284,7 @@ class Checked:
 def check_function(function: Callable[..., Any], contract: Contract | None = None) -> Checked:
     """Check one function against `WORKFLOW` (the default) or `JUDGE`.
 
-    Raises:
-        BadInput: with every fault of the function; each gives the corrected `def` line.
-    """
+    Raises BadInput: with every fault of the function; each gives the corrected `def` line."""
     return _Check(function, contract or WORKFLOW).run()
 
 
@@ -295,9 +293,7 @@ def check_functions(
 ) -> tuple[Checked, Checked | None]:
     """Check a workflow, its judge, and that they fit together.
 
-    Raises:
-        BadInput: with every fault of both functions.
-    """
+    Raises BadInput: with every fault of both functions."""
     errors: list[BadInput] = []
     checked: list[Checked] = []
     functions = [(workflow, WORKFLOW), *([] if judge is None else [(judge, JUDGE)])]

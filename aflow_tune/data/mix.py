@@ -63,9 +63,7 @@ def default_shares(kinds: Mapping[str, str]) -> dict[str, Fraction]:
 def exact_shares(written: Mapping[str, float]) -> dict[str, Fraction]:
     """Shares as written (0.4 is two fifths), scaled to be 1 together.
 
-    Raises:
-        ValueError: a share is not above 0, or they are further than `SUM_TOLERANCE` from 1.
-    """
+    Raises ValueError: a share is not above 0, or they are further than `SUM_TOLERANCE` from 1."""
     for source, share in written.items():
         if not (math.isfinite(share) and share > 0):
             raise ValueError(f"the share of {source} is {share}: it must be above 0")
