@@ -154,7 +154,7 @@ def check_devices(config: AflowConfig, engine: str | None = None) -> Iterable[Fa
         return
     if found is not None:
         fix = "remove it and start that Ray with CUDA_VISIBLE_DEVICES, or ray_address: local"
-        yield config.fault(_KEY, "a Ray of this command's own", f"that at {found.address}", fix)
+        yield config.fault(_KEY, "a Ray of this command's own", f"the Ray at {found.address}", fix)
 
 
 @contextlib.contextmanager

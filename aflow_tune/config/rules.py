@@ -547,7 +547,8 @@ def _local_sampling(case: Case) -> Found:
     for place, _, held_out in user_tasksets(config):
         for name, default in (("top_p", 1.0), ("top_k", -1)):
             key = f"{place}.rollout_args.{name}"
-            if value_of(config, key) is None or not config.positions.given(key):
+            unset = name == "top_k" and not config.positions.given(key)
+            if unset or value_of(config, key) is None:
                 key = f"model.{name}"
             value = value_of(config, key)
             if not held_out and (value != 1 if name == "top_p" else value > 0):
