@@ -499,23 +499,19 @@ _IGNORED = words(
 """Key patterns that only concern GPUs; the local engine does not read them."""
 
 
-def _local_algorithm(case: Case) -> Found:
-    from trinity.algorithm import ALGORITHM_TYPE
-
-    kind = case.config.algorithm.algorithm_type
-    needed, known = _NEEDS_MORE.get(kind), kind in ALGORITHM_TYPE._default_mapping
-    if needed is None and known and ALGORITHM_TYPE.get(kind).use_critic:
-        needed = "a critic"
-    if needed:
-        expected = f"an algorithm that needs rollouts only, not {needed}"
-        fix = "algorithm_type: multi_step_grpo, or engine: trinity"
-        yield case.config.wrong("algorithm.algorithm_type", expected, fix)
-
-
 def _local_settings(case: Case) -> Found:
     import torch
+    from trinity.algorithm import ALGORITHM_TYPE
 
     config, adapters = case.config, case.config.model.lora_configs
+    kind = config.algorithm.algorithm_type
+    needed = _NEEDS_MORE.get(kind)
+    if needed is None and kind in ALGORITHM_TYPE._default_mapping:
+        needed = "a critic" if ALGORITHM_TYPE.get(kind).use_critic else None
+    if needed and config.mode == "both":
+        expected = f"an algorithm that needs rollouts only, not {needed}"
+        fix = "algorithm_type: multi_step_grpo, or engine: trinity"
+        yield config.wrong("algorithm.algorithm_type", expected, fix)
     yield from _values(config, _LOCAL_VALUES, " (engine: local)")
     if adapters is not None and len(adapters) != 1:
         fix, found = "lora_configs: [{lora_rank: 16, lora_alpha: 32}]", f"{len(adapters)} adapters"
@@ -587,15 +583,12 @@ _QUANTISING = re.compile(
 computes in 16 bits."""
 
 
-def _one_gpu(case: Case) -> Found:
-    cluster = case.config.cluster
-    if cluster.node_num == cluster.gpu_per_node == 1:
-        yield case.config.fault("mode", "two GPUs or more", "both, on one GPU", "mode: colocate")
-
-
-def _quantised(case: Case) -> Found:
-    """Weights asked for in 8 or 4 bits that would silently be in 16 or 32."""
+def _precision_and_gpus(case: Case) -> Found:
+    """A sampler and a trainer on one GPU; weights in 8 bits that would silently be in 16 or 32."""
     config, local = case.config, case.config.engine == "local"
+    one_gpu = config.cluster.node_num == config.cluster.gpu_per_node == 1
+    if not local and config.mode == "both" and one_gpu:
+        yield config.fault("mode", "two GPUs or more", "both, on one GPU", "mode: colocate")
     if config.model.tinker.enable:
         return
     asked: dict[str, Any] = {}
@@ -643,13 +636,11 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda case: check_model(case.config, policy=False), (Purpose.HARVEST,)),
     Rule(lambda case: check_writer(case.config, case.workflow)),
     Rule(lambda case: check_harvest(case.config), modes=("harvest",)),
-    Rule(_local_algorithm, modes=("both",), engine="local"),
     Rule(_local_settings, engine="local"),
     Rule(_local_sampling, engine="local"),
-    Rule(_quantised, engine="local"),
+    Rule(_precision_and_gpus, engine="local"),
     Rule(_unread, engine="local"),
-    Rule(_one_gpu, modes=("both",), engine="trinity"),
-    Rule(_quantised, modes=_ON_GPUS, engine="trinity"),
+    Rule(_precision_and_gpus, modes=_ON_GPUS, engine="trinity"),
     Rule(_advantage, modes=_WITH_ROLLOUTS, together=True),
     Rule(_batches, modes=_WITH_ROLLOUTS, together=True),
     Rule(_evaluation, together=True),

@@ -24,7 +24,7 @@ from aflow_tune.data.leaks import NEAR, WORDS, find_leaks, fingerprint
 from aflow_tune.data.mix import apportion
 from aflow_tune.data.rows import with_source
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.files import write_whole
+from aflow_tune.files import as_line, write_whole
 
 SPLITS = ("train", "validation", "test")
 SIZES = {"train": 1000, "validation": 100, "test": 100}
@@ -151,9 +151,8 @@ def write_splits(
     Raises:
         BadInput: files are there already and `force` is not set, or nothing can be written.
     """
-    content = {
-        f"{split}.jsonl": b"".join(map(_line, rows)) for split, rows in drawn.splits.items() if rows
-    }
+    written = {split: b"".join(map(as_line, rows)) for split, rows in drawn.splits.items()}
+    content = {f"{split}.jsonl": text for split, text in written.items() if text}
     manifest = {
         "seed": seed,
         "files": {
@@ -194,11 +193,3 @@ def write_splits(
         title, expected = "The files could not be written.", "a folder that can be written"
         raise BadInput.of(title, str(folder), expected, str(error), "another --out") from error
     return [folder / name for name in content]
-
-
-def _line(row: Row) -> bytes:
-    """A row as JSON; what JSON has no form for, such as a date, becomes text."""
-    try:
-        return (json.dumps(row, ensure_ascii=False, default=str) + "\n").encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return (json.dumps(row, default=str) + "\n").encode()
