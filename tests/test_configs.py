@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
-import runpy
 from pathlib import Path
 
 import pytest
@@ -136,22 +134,6 @@ def test_attention_is_set_in_the_layout_that_is_used(given: str) -> None:
     assert config is not None
     attention = build_verl_config(config).model.override_config.attn_implementation
     assert attention == ("eager" if "eager" in given else "sdpa")
-
-
-def test_the_examples_and_pairs_of_sft_and_dpo_are_right() -> None:
-    folder = ROOT / "workflows" / "data" / "three_terms"
-    generator = runpy.run_path(str(ROOT / "scripts" / "three_terms_data.py"))
-    rows = generator["single_additions"]()
-    for name, keys in (
-        ("examples", ("prompt", "response")),
-        ("pairs", ("prompt", "chosen", "rejected")),
-    ):
-        shipped = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-        assert shipped == [{key: row[key] for key in keys} for row in rows]
-    for row in rows:
-        a, b = str(row["prompt"]).split(" + ")
-        assert row["chosen"] == row["response"] == f"<answer>{int(a) + int(b)}</answer>"
-        assert row["rejected"] != row["chosen"]
 
 
 def test_every_key_that_the_page_on_training_names_exists() -> None:

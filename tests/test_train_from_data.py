@@ -118,19 +118,11 @@ def test_too_long_rows_are_left_out_and_named(
 
 
 def test_faulty_rows_are_named_with_their_lines(tmp_path: Path, tiny_model_dir: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        *_sft_rows()[:4],
-        {"messages": [{"role": "user", "content": "no answer"}]},
-        {"other": 1},
-        {"messages": []},
-    ]
+    unanswered: dict[str, Any] = {"messages": [{"role": "user", "content": "no answer"}]}
+    rows = [*_sft_rows()[:4], unanswered, {"other": 1}, {"messages": []}]
     config = write_data_project(tmp_path, tiny_model_dir, rows)
-    found = {fault.where: fault for fault in validate_config(config).faults}
     places = [f"{tmp_path / 'rows.jsonl'}:{line}" for line in (5, 6, 7)]
-    assert list(found) == places
-    assert found[places[0]].found == "'user' at the end"
-    assert "a field 'messages'" in found[places[1]].expected
-    assert "a list of messages" in found[places[2]].expected
+    assert [fault.where for fault in validate_config(config).faults] == places
     with pytest.raises(BadInput, match="do not fit"):
         run_config(config)
     assert not data_dir(tmp_path).exists() or not (data_dir(tmp_path) / "run.json").exists()
