@@ -49,8 +49,7 @@ class LocalSection:
 
 @dataclass
 class BudgetSection:
-    """Limits at which a run saves its state and stops. Counted over all roles, processes and
-    commands of the run: the same command goes on once the limit is raised."""
+    """Limits, over all roles, processes and commands of a run, at which it saves and stops."""
 
     wall_seconds: float | None = None
     """Seconds from the start of the command. None: no limit."""
@@ -95,8 +94,7 @@ class ModelSettings:
     base_url: str | None = None
     """Address of the API, such as http://127.0.0.1:8000/v1. None: the vendor's own."""
     api_key_env: str | None = None
-    """The environment variable with the key. None: OPENAI_API_KEY or ANTHROPIC_API_KEY where
-    `base_url` is the vendor's own, no key where it is not."""
+    """The environment variable with the key. None: the vendor's, if `base_url` is the vendor's."""
     headers_env: dict[str, str] = field(default_factory=dict)
     """Extra HTTP headers: name of the header to name of the environment variable with it."""
     role: str | None = None
@@ -115,8 +113,7 @@ class ModelSettings:
     max_concurrency: int = 32
     """Requests that are under way at once, in each process."""
     prices: PriceSettings | None = None
-    """Wins over the price list. None: the list's for the address that is called; behind another
-    address outside of this network the vendor's, with a warning; else unknown."""
+    """Wins over the price list. None: the list's for the address or, with a warning, the name."""
 
 
 @dataclass
@@ -124,24 +121,21 @@ class AnsweringSection:
     """What operator graphs of either origin are told about their tasks."""
 
     benchmark: str | None = None
-    """Whose question, answer and scoring rows have that name none, such as gsm8k. With a `judge`
-    it gives the question only."""
+    """The benchmark of rows that name none: its question and, without a `judge`, its scoring."""
     score: str | None = None
-    """Instead of a benchmark: a function (`path/file.py:f`) of row and answer: the reward; of
-    written graphs from 0 to 1."""
+    """Instead of a benchmark: `path/file.py:f` of row and answer; of written graphs 0 to 1."""
     problem: str | None = None
     """The field with the question. None: the benchmark's, or question, problem or prompt."""
     entry_point: str = "entry_point"
     """The field with the name of the function to write, for problems of code."""
     test_cases: str | None = None
-    """A file of public tests for the operator Test: rows with entry_point and test, a list of
-    asserts on `candidate`. Never the tests that answers are scored by."""
+    """Public tests for the operator Test: rows with entry_point and test, a list of asserts on
+    `candidate`. Never the tests that answers are scored by."""
     timeout: float = 180.0
-    """Seconds that one rollout may run a graph, calls of models included; all but the writer's
-    last attempt get three quarters of what is left."""
+    """Seconds that one rollout may run a graph, calls of models included."""
     models: dict[str, str] = field(default_factory=dict)
-    """Which of `models` an operator or an instance of it uses, such as {Review: judge}. All
-    others use the model being tuned, or the writer's executor."""
+    """Which of `models` an operator or its instance uses, such as {Review: judge}. Others: the
+    model being tuned, or the writer's executor."""
 
 
 @dataclass
@@ -160,8 +154,7 @@ class GraphSection(AnsweringSection):
 
 @dataclass
 class WriterSection(AnsweringSection):
-    """The policy writes a workflow for each problem, in place of `workflow` and `graph`; a frozen
-    executor runs it. Setting `executor` turns this on."""
+    """The policy writes a workflow for each problem; `executor` runs it, and turns this on."""
 
     executor: str | None = None
     """What the operators of a written graph call: a role of `models`, or an auxiliary model."""
@@ -214,15 +207,13 @@ class RuntimeEnvSection:
     pip: list[str] = field(default_factory=list)
     """Requirements that Ray installs on every node, such as rapidfuzz==3.9.1."""
     secrets: list[str] = field(default_factory=list)
-    """Further environment variables that workers get, in memory. Those of `models`, and those
-    that your code reads by name, are found."""
+    """Further environment variables for workers, beside those of `models` and of your code."""
     env_vars: dict[str, str] = field(default_factory=dict)
     """Plain environment variables. Ray logs and shows them: never a place for keys."""
     include: list[str] = field(default_factory=list)
     """Files and folders that travel although no import and no path in the code names them."""
     exclude: list[str] = field(default_factory=list)
-    """Files and folders that stay although their folder travels: from here, such as data/raw, or
-    by name, such as *.ckpt."""
+    """Files and folders that stay although their folder travels: data/raw, or *.ckpt."""
     trust_users: bool = False
     """Use a Ray that is there even if other users of its machines could change the run's code."""
 
@@ -286,8 +277,7 @@ class RewardsSection:
     """Settings of the rewards that come with the package, in `rewards/`."""
 
     benchmark: str | None = None
-    """The benchmark of rows that name none: gsm8k, math, humaneval, mbpp, hotpotqa, drop or
-    reasoning_gym:TASK."""
+    """Of rows that name none: gsm8k, math, humaneval, mbpp, hotpotqa, drop, reasoning_gym:TASK."""
     five_part: FivePartSection = field(default_factory=FivePartSection)
     agent: AgentRewardSection = field(default_factory=AgentRewardSection)
 
@@ -297,10 +287,9 @@ class MixSource:
     """One source of a mix: a training task set, by its name, or the rows that name it `source`."""
 
     ratio: float | None = None
-    """Share of every training batch; all together 1. None for all: the default recipe, math 0.4,
-    code 0.3 and question answering 0.3."""
+    """Share of every training batch; together 1. None for all: math 0.4, code 0.3, qa 0.3."""
     benchmark: str | None = None
-    """Put into the rows as `benchmark`, so that a reward can tell. None: what the rows say."""
+    """Put into the rows as `benchmark`. None: what the rows say."""
 
 
 @dataclass
@@ -317,8 +306,7 @@ class AflowSections:
     operators: dict[str, str] = field(default_factory=dict)
     """Operators of yours that the graph may name: `Name: path/file.py:Name`."""
     prompts: dict[str, Any] = field(default_factory=dict)
-    """Prompts for the whole run, by operator or `Operator.instance`: a text, or texts by the
-    prompt's name. A graph's own win over them."""
+    """Prompts by operator or `Operator.instance`: a text, or texts by name. A graph's own win."""
     engine: str = _one_of("auto", *ENGINES)
     """auto: Trinity's vLLM and verl where they can run, else the local engine."""
     inline: bool = False
@@ -328,14 +316,14 @@ class AflowSections:
     seed: int = 0
     """Seeds sampling, initial adapters and whatever else is drawn."""
     physical_gpus: Any = None
-    """GPUs of this machine that the run claims and sees: auto (free ones, as many as it needs), or
-    a list of numbers, UUIDs or GPU:INSTANCE. None: `CUDA_VISIBLE_DEVICES` counts."""
+    """GPUs that the run claims and sees: auto (free ones, as many as it needs), or a list of
+    numbers, UUIDs or GPU:INSTANCE. None: `CUDA_VISIBLE_DEVICES` counts."""
     protected_pids: list[int] = field(default_factory=list)
     """Processes that `aflow-tune gpus free` never ends while the run holds claimed GPUs."""
     sandbox: Any = "auto"
-    """What programs written by a model run in: bubblewrap, landlock, unsafe_subprocess (no
-    isolation, with your rights), or auto: the strongest that works here, else they do not run.
-    With packages to import: `{policy: auto, packages: [numpy]}`, kept as `auto+numpy`."""
+    """What programs written by a model run in: auto (the strongest that works here), bubblewrap,
+    landlock, or unsafe_subprocess (no isolation, with your rights). With packages to import:
+    `{policy: auto, packages: [numpy]}`, kept as `auto+numpy`."""
     rollout: RolloutSection = field(default_factory=RolloutSection)
     local: LocalSection = field(default_factory=LocalSection)
     budget: BudgetSection = field(default_factory=BudgetSection)
@@ -353,14 +341,12 @@ class AflowSections:
 
 @dataclass
 class KeyPositions:
-    """Where each key was written. Key paths are canonical, list items by number
-    (`buffer.explorer_input.eval_tasksets.0.path`); a key that is nowhere has its default."""
+    """Where each key was written. Key paths are canonical, list items by number (`a.b.0.c`)."""
 
     file: str | None = None
     """The YAML as the user named it; None where there is none."""
     base: Path | None = None
-    """Where relative paths are looked for after the current folder: beside the YAML, or the one
-    that a run's saved configuration was read from."""
+    """Where relative paths are looked for after the current folder: that of the YAML."""
     lines: dict[str, int] = field(default_factory=dict)
     """Key path to line of the file, counted from 1."""
     overrides: dict[str, str] = field(default_factory=dict)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
-import runpy
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
+from data_project import write_rows
 
+from aflow_tune.config.load import AflowConfig
+from aflow_tune.config.schema import index
 from aflow_tune.config.validate import validate
-from aflow_tune.sections import AflowSections
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -30,10 +29,7 @@ MAY_CHANGE = (
 )
 """Keys that are changed without a change of meaning: paths made absolute, our monitor, the folder
 of a model with a name of ours."""
-OUR_SECTIONS = {
-    field.name for field in fields(AflowSections) if field.default_factory is not MISSING
-}
-OURS = {field.name for field in fields(AflowSections)} - OUR_SECTIONS
+PAGE = (ROOT / "docs" / "training_yaml.md").read_text(encoding="utf-8")
 
 
 def write_mixed(path: Path, numbers: range) -> None:
@@ -51,7 +47,7 @@ def write_mixed(path: Path, numbers: range) -> None:
             "drop": {"context": f"Passage: {n} cats. Question: how many?", "ref_text": str(n)},
         }
         rows += [{"source": name, "benchmark": name, **row} for name, row in own.items()]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
 
 
 @pytest.fixture
@@ -140,37 +136,15 @@ def test_attention_is_set_in_the_layout_that_is_used(given: str) -> None:
     assert attention == ("eager" if "eager" in given else "sdpa")
 
 
-@pytest.mark.usefixtures("elsewhere")
-def test_tinker_trains_no_critic() -> None:
-    report = validate(ROOT / "configs" / "tinker.yaml", ["algorithm.algorithm_type=ppo"])
-    assert any("Critic model is not supported" in fault.found for fault in report.faults)
-
-
-def test_the_examples_and_pairs_of_sft_and_dpo_are_right() -> None:
-    folder = ROOT / "workflows" / "data" / "three_terms"
-    generator = runpy.run_path(str(ROOT / "scripts" / "three_terms_data.py"))
-    rows = generator["single_additions"]()
-    for name, keys in (
-        ("examples", ("prompt", "response")),
-        ("pairs", ("prompt", "chosen", "rejected")),
-    ):
-        shipped = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-        assert shipped == [{key: row[key] for key in keys} for row in rows]
-    for row in rows:
-        a, b = str(row["prompt"]).split(" + ")
-        assert row["chosen"] == row["response"] == f"<answer>{int(a) + int(b)}</answer>"
-        assert row["rejected"] != row["chosen"]
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_exactly_our_own_keys_are_marked(path: Path) -> None:
-    section = ""
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        key = re.match(r"( *)(\w+):(.*)", line)
-        if not key:
-            continue
-        if not key[1]:
-            section = key[2]
-        opens_a_section = not key[3].split("#")[0].strip()
-        ours = section in OURS or (section in OUR_SECTIONS and not opens_a_section)
-        assert ("# *" in key[3]) == ours, f"{path.name}:{number}: {line}"
+def test_every_key_that_the_page_on_training_names_exists() -> None:
+    table = re.findall(r"^\| (?:`|weights).*", PAGE.partition("## Mathematics")[0], re.M)
+    assert len(table) == 36
+    known = index(AflowConfig)
+    for line in table:
+        key = ""
+        for code in re.findall(r"`([^`]+)`", re.split(r"(?<!\\)\|", line)[2]):
+            above, key = key, re.sub(r"\[\d*\]", "[]", code.partition(":")[0].strip())
+            if key.startswith("."):  # goes on with the path of the key before it
+                key = above.rpartition(".")[0] + key
+            path = re.sub(r"\.(trainer_config|extra_engine_args)\..*", r".\1", key)  # free within
+            assert path.replace("models.executor", "models") in known, key

@@ -55,17 +55,6 @@ def test_a_function_of_a_file_with_its_siblings(tmp_path: Path) -> None:
     assert sys.modules[function.__module__].__file__ == str(tmp_path / "flows.py")
 
 
-def test_a_path_is_looked_for_here_and_beside_the_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "here", flow="def f(): return 'here'")
-    write(tmp_path / "base", flow="def f(): return 'base'", other="def f(): return 'other'")
-    monkeypatch.chdir(tmp_path / "here")
-    assert resolve("flow.py:f", tmp_path / "base")() == "here"
-    assert resolve("other.py:f", tmp_path / "base")() == "other"
-    assert resolve("./flow.py:f")() == "here"
-
-
 def test_what_is_installed_is_never_shadowed(tmp_path: Path) -> None:
     write(tmp_path, flow="import colorsys, isympy\ndef f(): return colorsys, isympy")
     write(tmp_path, colorsys="", isympy="")
@@ -103,8 +92,7 @@ def test_the_only_marked_function_needs_no_name(tmp_path: Path) -> None:
     )
     assert resolve(f"{tmp_path}/flow.py").__name__ == "own"
     assert resolve(f"{tmp_path}/flow.py:").__name__ == "own"
-    assert [one.name for one in discover(tmp_path / "flow.py")] == ["own"]
-    assert [one.name for one in discover(sys.modules["other_flow"])] == ["solve"]
+    assert [name for name, _ in discover(sys.modules["other_flow"])] == ["solve"]
 
 
 def test_marks(tmp_path: Path) -> None:
@@ -127,13 +115,10 @@ def test_marks(tmp_path: Path) -> None:
         bound = workflow(name="bound")(functools.partial(two, k=1))
         """,
     )
-    assert [one.name for one in discover(tmp_path / "flow.py")] == [
-        "first",
-        "two",
-        "agent",
-        "bound",
-    ]
-    assert resolve(f"{tmp_path}/flow.py:first").__name__ == "one"
+    first = resolve(f"{tmp_path}/flow.py:first")
+    assert first.__name__ == "one"
+    names = [name for name, _ in discover(sys.modules[first.__module__])]
+    assert names == ["first", "two", "agent", "bound"]
     found = fault(f"{tmp_path}/flow.py")
     assert "first, two" in found.found
 
@@ -142,19 +127,15 @@ def test_marks(tmp_path: Path) -> None:
     ("spec", "found", "cure"),
     [
         ("{}/flow.py:f", "no file {}/flow.py", "flows.py"),
-        ("{}/zzz.py:f", "no file", "flows.py"),
         ("{}/no/flows.py:f", "no file", "absolute"),
         ("{}:f", "a folder", "flows.py"),
         ("{}/flows.py:othr", "has other, another", "`other`"),
         ("{}/flows.py:number", "has other, another", ""),
         ("{}/flows.py", "none", "{}/flows.py:other"),
-        ("{}/none.py:f", "no function", ""),
         ("zzqqzz:f", "no such module", "path/zzqqzz.py:function"),
         ("json:dmps", "json/__init__.py has ", "`dumps`"),
         ("json.dumps", "no such module", "`json:dumps`"),
-        ("no-module:f", "no such module", ""),
         ("", "''", "path/file.py:function"),
-        (":f", "':f'", "path/file.py:function"),
     ],
 )
 def test_each_error_says_what_to_write(tmp_path: Path, spec: str, found: str, cure: str) -> None:
@@ -180,8 +161,6 @@ def test_each_error_says_what_to_write(tmp_path: Path, spec: str, found: str, cu
         ("from json import dmps\n", 1, "cannot import name 'dmps' from 'json'", "json/__init__"),
         ("import sys\nsys.exit(3)\n", 2, "SystemExit: 3 at `sys.exit(3)`", '"__main__"'),
         ("from agentscope.tune import tune\n", 1, "agentscope", "from `aflow_tune`"),
-        ("import json\njson.loads('{')\n", 2, "JSONDecodeError", ""),
-        ("def f():\n    raise KeyError\nf()\n", 2, "KeyError at `raise KeyError`", ""),
         ("x = '\0'\n", None, "null bytes", ""),
     ],
 )
@@ -199,14 +178,16 @@ def test_a_file_that_cannot_be_imported_shows_its_own_line(
     assert resolve(f"{tmp_path}/flow.py:f")() == 1
 
 
-def test_modules_are_found_in_the_current_folder(
+def test_here_is_looked_at_first_then_beside_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, local_flows="class A:\n    def go(self): ...\nobj = A()\n")
+    write(tmp_path / "base", local_flows="", other="def f(): return 'other'")
     write(tmp_path, failing_flow="import nowhere_at_all")
     monkeypatch.chdir(tmp_path)
     assert resolve("local_flows:obj.go").__name__ == "go"
-    assert sys.path[-1] == str(tmp_path)
+    assert resolve("local_flows.py:obj.go", tmp_path / "base").__name__ == "go"
+    assert resolve("other.py:f", tmp_path / "base")() == "other"
     told = fault("failing_flow:f")
     assert told.where == f"{tmp_path}/failing_flow.py:1"
     assert "nowhere_at_all" in told.found

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +18,6 @@ QUESTIONS = [f"tell me {number}" for number in range(12)]
 
 def _sft_rows() -> list[dict[str, Any]]:
     return [pair(question, ANSWER) for question in QUESTIONS]
-
-
-def _faults(config: Path, *overrides: str) -> list[Any]:
-    return validate_config(config, overrides).faults
 
 
 def _weights(folder: Path) -> dict[str, Any]:
@@ -126,19 +118,11 @@ def test_too_long_rows_are_left_out_and_named(
 
 
 def test_faulty_rows_are_named_with_their_lines(tmp_path: Path, tiny_model_dir: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        *_sft_rows()[:4],
-        {"messages": [{"role": "user", "content": "no answer"}]},
-        {"other": 1},
-        {"messages": []},
-    ]
+    unanswered: dict[str, Any] = {"messages": [{"role": "user", "content": "no answer"}]}
+    rows = [*_sft_rows()[:4], unanswered, {"other": 1}, {"messages": []}]
     config = write_data_project(tmp_path, tiny_model_dir, rows)
-    found = {fault.where: fault for fault in _faults(config)}
     places = [f"{tmp_path / 'rows.jsonl'}:{line}" for line in (5, 6, 7)]
-    assert list(found) == places
-    assert found[places[0]].found == "'user' at the end"
-    assert "a field 'messages'" in found[places[1]].expected
-    assert "a list of messages" in found[places[2]].expected
+    assert [fault.where for fault in validate_config(config).faults] == places
     with pytest.raises(BadInput, match="do not fit"):
         run_config(config)
     assert not data_dir(tmp_path).exists() or not (data_dir(tmp_path) / "run.json").exists()
@@ -169,25 +153,3 @@ def test_a_stop_and_a_kill_resume_to_the_uninterrupted_weights(
     with pytest.raises(BadInput, match="another configuration") as caught:
         run_config(parts, [*overrides, "buffer.train_batch_size=3"])
     assert "buffer.train_batch_size" in [fault.where for fault in caught.value.faults]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_a_signal_costs_at_most_the_unsaved_steps(
-    tmp_path: Path, tiny_model_dir: Path, how: signal.Signals
-) -> None:
-    config = write_data_project(tmp_path, tiny_model_dir, _sft_rows(), steps=160)
-    command = [sys.executable, "-m", "aflow_tune.cli", str(config)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 900
-    while not (data_dir(tmp_path) / "global_step_8").exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(how)
-    output, _ = process.communicate(timeout=900)
-    assert process.returncode == (3 if how is signal.SIGINT else -signal.SIGKILL), output
-    again = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "resuming" in again.stdout
-    assert sorted(trainer_metrics(data_dir(tmp_path))) == list(range(1, 161))

@@ -47,7 +47,13 @@ def check_spend(config: AflowConfig, *, tuned: bool = True) -> Iterable[Fault]:
     if config.budget.usd is not None and not faults:
         policy = {POLICY: ModelSettings()} if tuned else {}
         faults += _unpriced({**policy, **config.models}.items())
-        faults += _unpriced_auxiliaries(config)
+        # Calls of auxiliary models that run written workflows are counted, their price unknown.
+        used = {config.writer.executor, *config.writer.models.values()}
+        fix = "limit budget.tokens instead, or serve it and give it base_url and prices in `models`"
+        for model in config.explorer.auxiliary_models:
+            if model.name in used:
+                expected = f"what {model.name} costs, since budget.usd is set"
+                faults.append(Fault("budget.usd", expected, "an auxiliary model, no price", fix))
     say_prices(config, config.models)
     for fault in faults:
         yield replace(fault, where=config.positions.where(fault.where))
@@ -56,9 +62,7 @@ def check_spend(config: AflowConfig, *, tuned: bool = True) -> Iterable[Fault]:
 def check_served(config: AflowConfig, served: Sequence[ModelSettings]) -> None:
     """Hold models that are asked in place of the tuned one against a limit on money.
 
-    Raises:
-        BadInput: the price of one is not known.
-    """
+    Raises BadInput: the price of one is not known."""
     if config.budget.usd is not None and (faults := _unpriced((POLICY, one) for one in served)):
         raise BadInput("A budget of money needs the price of every model.", faults)
     for model in served:
@@ -83,12 +87,3 @@ def _unpriced(models: Iterable[tuple[str, ModelSettings]]) -> list[Fault]:
         for role, model in models
         if price_of(model.provider, model.base_url, model.model or "", model.prices) is None
     ]
-
-
-def _unpriced_auxiliaries(config: AflowConfig) -> Iterable[Fault]:
-    """Auxiliary models that run written workflows: their calls are counted, their price unknown."""
-    used = {config.writer.executor, *config.writer.models.values()}
-    for name in [model.name for model in config.explorer.auxiliary_models if model.name in used]:
-        fix = "limit budget.tokens instead, or serve it and give it base_url and prices in `models`"
-        found = "an auxiliary model, which has no price"
-        yield Fault("budget.usd", f"what {name} costs, since budget.usd is set", found, fix)

@@ -111,8 +111,8 @@ def differences(
 
     `reasons` holds what is known about single keys and wins over `_WHY`.
     """
-    patterns = {**(_LOCAL_WHY if after.get("engine") == "local" else {})}
-    patterns |= {key: why for key, why in _WHY.items() if key not in patterns}
+    local = _LOCAL_WHY if after.get("engine") == "local" else {}
+    patterns = {**local, **_WHY, **local}  # the order of the first, with its reasons
     # Trinity turns the one `taskset` into the first of `tasksets`.
     single, first = "buffer.explorer_input.taskset.", "buffer.explorer_input.tasksets.0."
     written = _collapsed({key.replace(single, first, 1): before[key] for key in before})
@@ -150,17 +150,14 @@ def save_resolved(config: AflowConfig, changes: Sequence[Change], path: Path) ->
     The file loads with `load_config`. Functions are left out; a secret that came from an
     environment variable is written as the reference to it, any other one is masked.
     """
-    content: dict[str, Any] = {}
-    for name in type(config).__dataclass_fields__:
-        content[name] = _plain(getattr(config, name), name, config.positions.raw)
     header = "".join(
         f"# {display(c.key)}: {_short(c.before)} -> {_short(c.after)} ({c.why})\n" for c in changes
     )
     if config.positions.file:
         header += f"{READ_FROM}{json.dumps(os.path.abspath(config.positions.file))}\n"
     title = "# The configuration as it was run. Changed since it was loaded:\n"
-    settings = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-    write_whole(path, title + header + settings)
+    content = _plain(config, "", config.positions.raw)
+    write_whole(path, title + header + yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
 def _plain(value: Any, key: str, raw: Mapping[str, str]) -> Any:
@@ -169,7 +166,7 @@ def _plain(value: Any, key: str, raw: Mapping[str, str]) -> Any:
         value = {name: getattr(value, name) for name in value.__dataclass_fields__}
     if isinstance(value, Mapping):
         return {
-            str(name): _plain(item, f"{key}.{name}", raw)
+            str(name): _plain(item, f"{key}.{name}".lstrip("."), raw)
             for name, item in value.items()
             if not callable(item)
         }
@@ -206,11 +203,8 @@ def _empty(value: Any) -> bool:
 
 def _short(value: Any) -> str:
     """A value in at most `_WIDTH` characters; of a dotted path, the end tells more."""
-    if isinstance(value, dict) and value:
-        name = str(value.get("name", "")).rpartition(".")[2]
-        rest = (f"{key.rpartition('.')[2]}={item}" for key, item in value.items() if key != "name")
-        text = ", ".join(filter(None, (name, *rest)))
-        return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
+    if isinstance(value, dict):
+        value = ", ".join(f"{key.rpartition('.')[2]}={item}" for key, item in value.items())
     text = "-" if _empty(value) else str(value)
     return text if len(text) <= _WIDTH else "..." + text[3 - _WIDTH :]
 

@@ -17,7 +17,7 @@ import importlib.metadata
 import importlib.util
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -124,9 +124,7 @@ def installed_versions(names: tuple[str, ...] = WATCHED) -> dict[str, str]:
 def known_clashes(installed: Installed) -> list[tuple[Clash, str]]:
     """Each clash of `CLASHES` that is installed, with the versions found in words."""
     found = [_without_metadata(name) for name, text in installed.items() if text == UNREADABLE]
-    found += _judged(CLASHES, installed)
-    vision = _torchvision(installed)
-    return found if vision is None else [*found, vision]
+    return list(filter(None, [*found, *_judged(CLASHES, installed), _torchvision(installed)]))
 
 
 def doubtful(installed: Installed) -> list[tuple[Clash, str]]:
@@ -170,9 +168,7 @@ def cure_of(clash: Clash) -> str:
 def refuse_clashes() -> None:
     """Refuse to start with versions that are known to break, once a process.
 
-    Raises:
-        BadInput: with each of them, and with what is not installed at all.
-    """
+    Raises BadInput: with each of them, and with what is not installed at all."""
     installed = installed_versions()
     faults = [
         Fault(f"the installed {one.name}", f"another version: {one.reason}", found, cure_of(one))
@@ -223,27 +219,18 @@ def _without_metadata(name: str) -> tuple[Clash, str]:
     return Clash(name, "", reason, cure), f"{name} with METADATA that cannot be read"
 
 
-def _torchvision(
-    installed: Installed, requires: Callable[[str], list[str] | None] = importlib.metadata.requires
-) -> tuple[Clash, str] | None:
+def _torchvision(installed: Installed) -> tuple[Clash, str] | None:
     """A torchvision that was built for another PyTorch; Trinity needs none on a CPU.
 
     seen: torchvision 0.29.2 beside torch 2.13.0+cpu: transformers cannot import a model.
     """
-    from packaging.version import InvalidVersion, Version
-
     torch, vision = installed.get("torch"), installed.get("torchvision")
     if torch is None or vision is None:
         return None
-    other_build = False
-    try:
-        ours, theirs = Version(torch).local, Version(vision).local
-        other_build = ours != theirs and "cpu" in (ours, theirs)
-    except InvalidVersion:
-        pass
-    wanted = next((r for r in requirements_of("torchvision", requires) if r.name == "torch"), None)
-    unmet = wanted is not None and not matches(torch, str(wanted.specifier))
-    if not (other_build or unmet):
+    builds = [version.partition("+")[2] for version in (torch, vision)]
+    wanted = [need.specifier for need in requirements_of("torchvision") if need.name == "torch"]
+    unmet = any(not matches(torch, str(specifier)) for specifier in wanted[:1])
+    if not unmet and (builds[0] == builds[1] or "cpu" not in builds):
         return None
     cure = "python -m pip uninstall -y torchvision"
     if "vllm" in installed:
@@ -252,14 +239,12 @@ def _torchvision(
     return Clash("torchvision", "", reason, cure), f"torchvision {vision} beside torch {torch}"
 
 
-def requirements_of(
-    name: str, requires: Callable[[str], list[str] | None] = importlib.metadata.requires
-) -> list[Requirement]:
+def requirements_of(name: str) -> list[Requirement]:
     """What an installed distribution itself asks for, here and without extras."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
-        lines = requires(name) or []
+        lines = importlib.metadata.requires(name) or []
     except (importlib.metadata.PackageNotFoundError, OSError, UnicodeDecodeError):
         return []
     found = []

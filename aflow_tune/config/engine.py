@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import ipaddress
 import logging
 import os
 import socket
@@ -48,26 +47,12 @@ def choose_engine(config: AflowConfig) -> tuple[str, str]:
         return config.prepared.engine
     services = ("tinker", "external_model")
     remote = next((name for name in services if getattr(config.model, name).enable), None)
-    if config.engine == "local" or remote:
-        if config.engine == "local" and remote:
+    if config.engine == "local":
+        if remote:
             raise _refused(config, f"`model.{remote}.enable` is enabled", "engine: trinity")
-        elsewhere = f"`model.{remote}.enable` is enabled, which samples and trains elsewhere"
-        return ("trinity", elsewhere) if remote else ("local", "as configured")
-    missing = _missing(config)
-    if config.engine == "trinity":
-        if missing and find_ray(config) is None:
-            fix = "engine: local, or name the cluster with cluster.ray_address"
-            fix += " and set inline: false" if config.inline else ""
-            raise _refused(config, "; ".join(missing), fix)
-        where = " on processors, without a GPU" if on_processors() else ""
-        return "trinity", f"as configured{where}"
-    return (
-        ("local", "; ".join(missing)) if missing else ("trinity", "CUDA, vLLM and verl are there")
-    )
-
-
-def _missing(config: AflowConfig) -> list[str]:
-    """What Trinity's own engines would need and this machine does not have."""
+        return "local", "as configured"
+    if remote:
+        return "trinity", f"`model.{remote}.enable` is enabled, which samples and trains elsewhere"
     import torch
 
     missing = []
@@ -79,7 +64,16 @@ def _missing(config: AflowConfig) -> list[str]:
         missing.append("verl is not installed")
     elif config.trainer.use_remove_padding and not removes_padding():
         missing.append("flash_attn is not installed (trainer.use_remove_padding: false needs none)")
-    return missing
+    if config.engine == "trinity":
+        if missing and find_ray(config) is None:
+            fix = "engine: local, or name the cluster with cluster.ray_address"
+            fix += " and set inline: false" if config.inline else ""
+            raise _refused(config, "; ".join(missing), fix)
+        where = " on processors, without a GPU" if on_processors() else ""
+        return "trinity", f"as configured{where}"
+    if missing:
+        return "local", "; ".join(missing)
+    return "trinity", "CUDA, vLLM and verl are there"
 
 
 def removes_padding() -> bool:
@@ -133,10 +127,8 @@ def computes_in_16_bits(config: AflowConfig) -> bool:
 def sampling_speed(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """Tokens drawn per second of the sampler's work between two readings of its totals."""
     seconds = after["busy_seconds"] - before["busy_seconds"]
-    if seconds <= 0:
-        return {}
     tokens = after["generated_tokens"] - before["generated_tokens"]
-    return {"rollout/tokens_per_second": tokens / seconds}
+    return {"rollout/tokens_per_second": tokens / seconds} if seconds > 0 else {}
 
 
 def check_devices(config: AflowConfig, engine: str | None = None) -> Iterable[Fault]:
@@ -162,8 +154,7 @@ def check_devices(config: AflowConfig, engine: str | None = None) -> Iterable[Fa
         return
     if found is not None:
         fix = "remove it and start that Ray with CUDA_VISIBLE_DEVICES, or ray_address: local"
-        there = f"the Ray at {found.address} ({found.source}), whose devices are fixed"
-        yield config.fault(_KEY, "a Ray that this command starts itself", there, fix)
+        yield config.fault(_KEY, "a Ray of this command's own", f"the Ray at {found.address}", fix)
 
 
 @contextlib.contextmanager
@@ -194,11 +185,10 @@ def own_devices(config: AflowConfig, say: Callable[[str], None] = print) -> Iter
         where=config.positions.where(_KEY),
     ) as chosen:
         if chosen.by_uuid and engine == "trinity":
-            title = "Trinity's vLLM cannot be given these devices."
             expected = "GPUs of a machine without divided ones (MIG): vLLM takes numbers only"
             named = ", ".join(device.label for device in chosen.devices)
-            fix = "engine: local, or leave MIG mode: nvidia-smi -mig 0"
-            raise BadInput(title, [config.fault(_KEY, expected, f"GPU {named}", fix)])
+            fault = config.fault(_KEY, expected, f"GPU {named}", "engine: local, or leave MIG mode")
+            raise BadInput("Trinity's vLLM cannot be given these devices.", [fault])
         for line in mapping_lines(chosen.devices):
             say(line)
         yield
@@ -276,13 +266,9 @@ def _watched(config: AflowConfig) -> list[Device]:
 
 
 def _is_here(address: str) -> bool:
-    """Whether a Ray of this address has its head on this machine."""
-    host = address.rpartition("//")[2].partition(":")[0]
-    if host in ("localhost", socket.gethostname()):
-        return True
-    import psutil
-
-    own = {a.address for addresses in psutil.net_if_addrs().values() for a in addresses}
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback or host in own
-    return False
+    """Whether a Ray of this address has its head on this machine: then its host can be bound."""
+    try:
+        with socket.create_server((address.rpartition("//")[2].partition(":")[0], 0)):
+            return True
+    except OSError:
+        return False

@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trinity.common.config import ExperienceBufferConfig, FormatConfig, TasksetConfig
 from trinity.common.constants import PromptType
 
-from aflow_tune.config.mixes import fields_of_mix
 from aflow_tune.config.schema import nearest
 from aflow_tune.config.settings import AflowConfig
 from aflow_tune.config.tasksets import (
     FROM_DATA,
     experience_buffer,
+    fields_of_mix,
     is_file,
     locate,
     looks_local,
@@ -48,23 +47,16 @@ Found = Iterable[Fault | str]
 
 # --- Rows of task sets ----------------------------------------------------------------------------
 
-_SHOWN = 3
-"""Rows that a writer cannot ask about, of which places are told."""
-
 
 def check_paths(
     config: AflowConfig, key: str, taskset: TasksetConfig | ExperienceBufferConfig
 ) -> Iterator[Fault]:
     """Whether anything can be read under the path of a task set."""
+    expected = "a .jsonl, .json, .csv or .parquet file, a folder of them, or a hub id"
     if not taskset.path:
-        fix = "path: data/train.jsonl (a file, a folder of data files, or a hub id)"
-        yield config.fault(f"{key}.path", "a path", "none", fix)
-        return
-    found = locate(config, taskset)
-    if found.fault is not None:
+        yield config.fault(f"{key}.path", expected, "none", "path: data/train.jsonl")
+    elif (found := locate(config, taskset)).fault is not None:
         of_split = found.kind == "folder" and found.fix.startswith("split:")
-        expected = "a .jsonl, .json, .csv or .parquet file, a folder of them, or a hub id"
-        expected = f"files of the split {taskset.split!r}" if of_split else expected
         place = f"{key}.split" if of_split else f"{key}.path"
         yield config.fault(place, expected, found.fault, found.fix)
 
@@ -95,8 +87,17 @@ def check_data(
         if table is None:
             continue
         rows = check_rows(table)
-        if not harvest:
-            rows.faults += _writer_rows(workflow, table, () if is_held_out else of_mix)
+        row_faults = None if harvest else getattr(workflow, "row_faults", None)
+        given = () if is_held_out else of_mix
+        strange: list[Fault] = []  # rows that a writer cannot ask about or score
+        for row, place in zip(table.rows, table.places, strict=True):
+            if row_faults is None or len(strange) >= 3:
+                break
+            if "benchmark" not in given or row.get("benchmark"):
+                strange += [
+                    replace(fault, where=f"{place}: {fault.where}") for fault in row_faults(row)
+                ]
+        rows.faults += strange
         found.add(rows)
         if not rows.faults:
             (held_out if is_held_out else training).append(table)
@@ -123,32 +124,12 @@ def _table(
     return read_taskset(config, taskset)
 
 
-def _writer_rows(
-    workflow: Function | None, table: Table, given: Collection[str]
-) -> Iterator[Fault]:
-    """Rows that a writer cannot ask about or score: the first few, with their places.
-
-    Args:
-        given: fields that every row gets later, from a mix.
-    """
-    row_faults = getattr(workflow, "row_faults", None)
-    shown = 0
-    for row, place in zip(table.rows, table.places, strict=True):
-        if row_faults is None or shown >= _SHOWN:
-            return
-        if "benchmark" not in given or row.get("benchmark"):
-            for fault in row_faults(row):
-                yield replace(fault, where=f"{place}: {fault.where}")
-                shown += 1
-
-
 # --- The data set of `mode: train` ----------------------------------------------------------------
 # The keys are Trinity's (`buffer.trainer_input.experience_buffer` and its `format`), and so is the
 # meaning: `sft` takes `messages` that end with the assistant's turn, or a `prompt` and a
 # `response`; `dpo` a prompt with a `chosen` and a `rejected` answer; `cpt` plain text.
 
 KEY = "buffer.trainer_input.experience_buffer"
-_MOST_FAULTS = 5
 
 
 def check_experiences(config: AflowConfig) -> Iterator[Fault]:
@@ -158,32 +139,28 @@ def check_experiences(config: AflowConfig) -> Iterator[Fault]:
         fix = f"{KEY}: {{path: data/sft.jsonl, storage_type: file}}"
         yield config.fault(f"{KEY}.path", "the data set to learn from", "none", fix)
         return
-    faults: list[Fault] = []
+    there = False
     if not is_file(buffer) and config.engine == "local":
-        found, fix = repr(buffer.storage_type), "storage_type: file"
-        faults.append(config.fault(f"{KEY}.storage_type", "file (engine: local)", found, fix))
+        key = f"{KEY}.storage_type"
+        yield config.wrong(key, "file (engine: local)", "storage_type: file")
     elif not awaited(config):
-        faults += check_paths(config, KEY, buffer)
-    prompt_type, key = buffer.format.prompt_type.value, f"{KEY}.format.prompt_type"
-    if config.algorithm.algorithm_type == "cpt" and prompt_type != "plaintext":
+        missing = list(check_paths(config, KEY, buffer))
+        yield from missing
+        there = not missing
+    if config.algorithm.algorithm_type == "cpt" and buffer.format.prompt_type.value != "plaintext":
         fix = "prompt_type: plaintext, with prompt_key: text"
-        faults.append(config.fault(key, "plaintext: cpt reads text", repr(prompt_type), fix))
+        yield config.wrong(f"{KEY}.format.prompt_type", "plaintext: cpt reads text", fix)
     size, key = config.buffer.train_batch_size, "buffer.train_batch_size"
-    if size < 1:
-        expected = "the rows of the data set that one step takes (`mode: train`)"
-        faults.append(config.fault(key, expected, str(size), "train_batch_size: 16"))
-    elif not faults and not awaited(config):
-        table = read_taskset(config, buffer)
-        rows = table.total if table is not None and not table.faults else 0
-        if rows and (size > rows or total_steps(config) == 0):
-            expected = f"at most the {rows} rows of the data set, and at least one step"
-            fix = f"train_batch_size: {rows}, or raise buffer.total_epochs"
-            faults.append(config.fault(key, expected, str(size), fix))
-    yield from faults
+    table = read_taskset(config, buffer) if there else None
+    rows = table.total if table is not None and not table.faults else 0
+    if size < 1 or (rows and (size > rows or total_steps(config) == 0)):
+        expected = "the rows of the data set that one step takes, not more than it has"
+        fix = f"train_batch_size: {rows or 16}, or raise buffer.total_epochs"
+        yield config.wrong(key, expected, fix)
     key = "trainer.save_interval"
     if config.positions.given(key) and config.trainer.save_interval == 0:
         # Trinity synchronises these algorithms as often as it saves.
-        yield config.fault(key, "1 or more with `mode: train`", "0", "save_interval: 10")
+        yield config.wrong(key, "1 or more with `mode: train`", "save_interval: 10")
 
 
 def awaited(config: AflowConfig) -> bool:
@@ -209,10 +186,9 @@ def _check_experience_rows(config: AflowConfig, found: Findings) -> None:
         for row, place in zip(table.rows, table.places, strict=True)
         if (problem := _row_problem(kind, buffer.format, row)) is not None
     ]
-    found.faults += problems[:_MOST_FAULTS]
-    if len(problems) > _MOST_FAULTS:
-        text = f"{table.source}: {len(problems)} of {len(table.rows)} rows are faulty"
-        found.warnings.append(text)
+    found.faults += problems[:5]
+    if len(problems) > 5:
+        found.warnings.append(f"{table.source}: {len(problems)} rows are faulty")
 
 
 _LEARNED = {
@@ -236,23 +212,21 @@ def _row_problem(
         if key is None and not chat:
             continue
         if key not in row:
-            close = nearest(key, row, 0.5) or (next(iter(row)) if len(row) == 1 else "COLUMN")
-            fix = f"{KEY}.format.{setting}: {close}"
+            fix = f"{KEY}.format.{setting}: {nearest(str(key), row, 0.5) or 'COLUMN'}"
             return f"a field {key!r} (format.{setting})", ", ".join(map(repr, row)), fix
         value = row[key]
+        short = f"{value!r:.80}"
         if not chat:
             if not isinstance(value, str) or not value.strip():
-                return f"a text under {key!r}", _short(value), "write the text, or remove the row"
+                return f"a text under {key!r}", short, "write the text, or remove the row"
             continue
-        messages = value
         if isinstance(value, str):
             with contextlib.suppress(json.JSONDecodeError):
-                messages = json.loads(value)
-        if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-            expected = f"a list of messages under {key!r}, each with `role` and `content`"
+                value = json.loads(value)
+        if not isinstance(value, list) or not value or not all(map(_is_message, value)):
             fix = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
-            return expected, _short(value), fix
-        last = messages[-1]["role"]
+            return f"a list of messages under {key!r}", short, fix
+        last = value[-1]["role"]
         if last != "assistant" and (kind == "sft" or setting != "messages_key"):
             expected = f"the assistant's message at the end of {key!r}: it is what is learned"
             return expected, f"{last!r} at the end", "add the answer, or remove the row"
@@ -267,28 +241,10 @@ def _is_message(message: Any) -> bool:
     )
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 # --- Models: there, whole, with a chat template ---------------------------------------------------
 
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tokenization_*.py")
 """Any of these holds a vocabulary, or makes one."""
-
-
-@dataclass(frozen=True)
-class _Named:
-    """A model that the configuration names."""
-
-    key: str
-    """Of the settings that hold its `model_path`."""
-    path: str
-    length: int | None
-    trained: bool
-    has_template: bool
-    """The configuration gives a chat template of its own."""
 
 
 def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True) -> Found:
@@ -305,72 +261,82 @@ def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True)
     graphs = {config.writer.executor, *config.writer.models.values()}
     if not policy and not graphs & {item.name for item in auxiliary}:
         return
-    trained = config.mode not in ("bench", "serve", "explore")
-    given = model.custom_chat_template or model.chat_template_path
-    given = bool(given or config.explorer.rollout_model.chat_template)
-    named = [_Named("model", model.model_path, model.max_model_len, trained, given)]
+    own = model.custom_chat_template or model.chat_template_path
+    template = bool(own or config.explorer.rollout_model.chat_template)
+    named: list[tuple[str, Any, bool]] = [("model", model, template)] if policy else []
     for number, item in enumerate(auxiliary):
-        key, given = f"explorer.auxiliary_models.{number}", bool(item.chat_template)
-        named.append(_Named(key, item.model_path or "", item.max_model_len, False, given))
-    for item in named if policy else named[1:]:
-        where = config.positions.where(f"{item.key}.model_path")
-        folder = Path(item.path).expanduser()
-        yield from _check_name(config, where, item.path, folder)
-        if whole and item.path in BUNDLED:
-            kept = cache_dir() / item.path
-            yield from _damaged(kept, where, f"rm -r {kept}: it is then fetched again")
-        elif item.path and (folder / "config.json").is_file():
-            yield from _check_folder(config, item, folder, whole)
-    template = model.chat_template_path
-    if template and not Path(template).expanduser().is_file():
-        key = "model.chat_template_path"
-        yield config.fault(key, "a template file", "no such file", "check the path")
-
-
-def _check_name(config: AflowConfig, where: str, name: str, folder: Path) -> Found:
-    expected = f"a model folder, a hub id, or one of {', '.join(BUNDLED)}"
-    bundled = name in BUNDLED
-    if not name.strip():
-        yield Fault(where, expected, "nothing", f"model_path: {next(iter(BUNDLED))}")
-    elif folder.exists() and not bundled:
-        if not (folder / "config.json").is_file():
+        named.append((f"explorer.auxiliary_models.{number}", item, bool(item.chat_template)))
+    for key, item, has_template in named:
+        where, name = config.positions.where(f"{key}.model_path"), item.model_path or ""
+        folder, bundled = Path(name).expanduser(), name in BUNDLED
+        if bundled and whole:
+            yield from _damaged(cache_dir() / name, where)
+        if not bundled and (folder / "config.json").is_file():
+            for fault in _folder_problems(folder, key, whole, has_template):
+                yield Fault(where, *fault)
+            settings = _read(folder / "config.json") or {}
+            trained = key == "model" and config.mode not in ("bench", "serve", "explore")
+            if trained and (quantised := settings.get("quantization_config")):
+                kind = quantised.get("quant_method", "quantised")
+                fix = "name the model in 16 bits; docs/recipes.md says what can be quantised"
+                yield Fault(where, "weights in 16 or 32 bits, to train them", kind, fix)
+            longest, asked = settings.get("max_position_embeddings"), item.max_model_len
+            scaled = settings.get("rope_scaling") or not isinstance(longest, int)
+            if not scaled and asked and asked > longest:
+                place = config.positions.where(f"{key}.max_model_len")
+                yield f"{place}: {asked} tokens, but the model was made for {longest}"
+            continue
+        expected = f"a model folder, a hub id, or one of {', '.join(BUNDLED)}"
+        close = None if bundled else nearest(name, BUNDLED, 0.85)
+        if folder.exists() and not bundled and name.strip():
             fix = "name the folder that holds config.json and the weights"
             yield Fault(where, expected, "no config.json in it", fix)
-    elif not bundled and (close := nearest(name, BUNDLED, 0.85)):
-        yield Fault(where, expected, repr(name), f"model_path: {close}")
-    elif not bundled and looks_local(config, name):
-        yield Fault(where, expected, f"{name}: no such folder", "check the path")
-    elif not is_cached(name):
-        into = f" (into {cache_dir()})" if bundled else " from the hub"
-        yield f"model {name}: not on this machine yet; it is fetched once at the start{into}"
+        elif not bundled and (close or not name.strip() or looks_local(config, name)):
+            found = f"{name}: no such folder" if name.strip() else "nothing"
+            yield Fault(where, expected, found, f"model_path: {close or next(iter(BUNDLED))}")
+        elif not is_cached(name):
+            yield f"model {name}: not on this machine yet; it is fetched once at the start"
 
 
-def _check_folder(config: AflowConfig, named: _Named, folder: Path, whole: bool) -> Found:
-    where = config.positions.where(f"{named.key}.model_path")
-    settings = _read(folder / "config.json")
+def _folder_problems(
+    folder: Path, key: str, whole: bool, has_template: bool
+) -> Iterator[tuple[str, str, str]]:
+    """What a model folder lacks for being loaded: expected, found, and what to do."""
+    again = "save model and tokenizer again with save_pretrained, into one folder"
+    settings, tokenizer = _read(folder / "config.json"), _read(folder / "tokenizer_config.json")
     if settings is None:
-        fix = "save the model again with save_pretrained"
-        yield Fault(where, "a readable config.json", "no JSON object", fix)
+        yield "a readable config.json", "no JSON object", again
+    if settings is None or not whole:
         return
-    if settings.get("quantization_config") and named.trained:
-        kind = settings["quantization_config"].get("quant_method", "quantised")
-        fix = "name the model in 16 bits; docs/recipes.md says what can be quantised while loading"
-        expected = "weights in 16 or 32 bits: the trainer cannot hold quantised ones"
-        yield Fault(where, expected, f"{folder}: {kind}", fix)
-    if whole:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-        kind = settings.get("model_type")
-        wrong = kind not in CONFIG_MAPPING if kind else not settings
-        if wrong and not settings.get("auto_map"):  # no code of its own either
-            expected = "a config.json whose model_type the installed transformers knows"
-            fix = "save the model again with save_pretrained, or check model_type"
-            yield Fault(where, expected, repr(kind) if kind else "no model_type", fix)
-        yield from _check_files(folder, where, named)
-    longest, asked = settings.get("max_position_embeddings"), named.length
-    if isinstance(longest, int) and asked and asked > longest and not settings.get("rope_scaling"):
-        place = config.positions.where(f"{named.key}.max_model_len")
-        yield f"{place}: {asked} tokens, but the model was made for {longest}"
+    kind = settings.get("model_type")
+    unknown = kind not in CONFIG_MAPPING if kind else not settings
+    if unknown and not settings.get("auto_map"):  # no code of its own either
+        expected = "a config.json whose model_type the installed transformers knows"
+        yield expected, repr(kind) if kind else "no model_type", again
+    weights = ("*.safetensors", "*.bin", "*.safetensors.index.json")
+    if not any(next(folder.glob(pattern), None) for pattern in weights):
+        yield "weights (*.safetensors)", "none in the folder", again
+    elif absent := missing_shards(folder):
+        yield "every file of weights that its index names", f"no {absent[0]}", "fetch it again"
+    yield from ((fault.expected, fault.found, fault.cure) for fault in _damaged(folder, ""))
+    names = ("tokenizer.json", "tokenizer_config.json")
+    torn = [name for name in names if (folder / name).is_file() and _read(folder / name) is None]
+    classless = tokenizer is not None and "tokenizer_class" not in tokenizer
+    templates = ("chat_template.jinja", "chat_template.json")
+    if not classless and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZERS):
+        yield "a tokenizer", "none in the folder", again
+    elif torn:
+        yield "a tokenizer that can be read", f"{torn[0]}: no JSON object", again
+    elif not (
+        has_template
+        or (tokenizer or {}).get("chat_template")
+        or any((folder / name).is_file() for name in templates)
+    ):
+        setting = "chat_template_path" if key == "model" else "chat_template"
+        fix = f"use the model's Instruct version, or set {key}.{setting}"
+        yield "a chat template", "none in the folder", fix
 
 
 def missing_shards(folder: Path) -> list[str]:
@@ -382,40 +348,9 @@ def missing_shards(folder: Path) -> list[str]:
     return sorted(str(name) for name in names if not (folder / str(name)).is_file())
 
 
-def _damaged(folder: Path, where: str, fix: str) -> Found:
+def _damaged(folder: Path, where: str) -> Iterator[Fault]:
     for damage in filter(None, map(damage_of, sorted(folder.glob("*.safetensors")))):
-        yield Fault(where, "whole files of weights", damage, fix)
-
-
-def _check_files(folder: Path, where: str, named: _Named) -> Found:
-    """What a folder with a config.json lacks for being loaded."""
-    weights = ("*.safetensors", "*.bin", "*.safetensors.index.json")
-    if not any(next(folder.glob(pattern), None) for pattern in weights):
-        fix = "save model and tokenizer into one folder"
-        yield Fault(where, "weights (*.safetensors)", "none in the folder", fix)
-    elif absent := missing_shards(folder):
-        found = f"{len(absent)} of them are not in the folder, {absent[0]} among them"
-        fix = "fetch the model again: a download was cut off"
-        yield Fault(where, "every file of weights that its index names", found, fix)
-    yield from _damaged(folder, where, "fetch or save the model again: it was cut off")
-    tokenizer = _read(folder / "tokenizer_config.json")
-    fix = "save the tokenizer beside the model with save_pretrained"
-    names = ("tokenizer.json", "tokenizer_config.json")
-    torn = [name for name in names if (folder / name).is_file() and _read(folder / name) is None]
-    named_only = tokenizer is None or "tokenizer_class" in tokenizer
-    if named_only and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZERS):
-        yield Fault(where, "a tokenizer", "none in the folder", fix)
-    elif torn:
-        yield Fault(where, "a tokenizer that can be read", f"{torn[0]}: no JSON object", fix)
-    elif not (
-        named.has_template
-        or (tokenizer or {}).get("chat_template")
-        or (folder / "chat_template.jinja").is_file()
-        or (folder / "chat_template.json").is_file()
-    ):
-        setting = "chat_template_path" if named.key == "model" else "chat_template"
-        fix = f"use the model's Instruct version, or set {named.key}.{setting}"
-        yield Fault(where, "a chat template", "none in the folder", fix)
+        yield Fault(where, "whole files of weights", damage, f"remove {folder}, fetch it again")
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -431,8 +366,6 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 _OVER_TURNS = ("multi_step_grpo", "gigpo")
 """Algorithms whose advantage compares rollouts of several calls."""
-_CHARS_A_TOKEN = 4
-"""Of English and code, about; only for a warning."""
 
 
 def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found:
@@ -441,89 +374,74 @@ def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found
     if not section.executor:
         if section != WriterSection():
             expected = "a role that runs the workflows: without it the section is not read"
-            fix = "writer: {executor: executor}, or remove the section"
-            yield config.fault("writer.executor", expected, "nothing", fix)
+            yield config.fault("writer.executor", expected, "nothing", "executor: ROLE")
         return
-    kind = config.algorithm.algorithm_type
-    if section.turns > 1 and config.mode == "both" and kind not in _OVER_TURNS:
-        yield (
-            f"{where('writer.turns')}: {kind} takes each turn for a run of its own; "
-            f"use {' or '.join(_OVER_TURNS)}"
-        )
-    if section.turns == 1 and config.mode == "both" and kind == "gigpo":
-        yield (
-            f"{where('algorithm.algorithm_type')}: with one turn all calls of a task are made in "
-            "one state, and gigpo adds nothing: set writer.turns, or use multi_step_grpo"
-        )
+    kind, turns = config.algorithm.algorithm_type, section.turns
+    if turns > 1 and config.mode == "both" and kind not in _OVER_TURNS:
+        better = " or ".join(_OVER_TURNS)
+        yield f"{where('writer.turns')}: {kind} takes each turn for a run of its own; use {better}"
+    if turns == 1 and config.mode == "both" and kind == "gigpo":
+        key = where("algorithm.algorithm_type")
+        yield f"{key}: with one turn all calls are made in one state, and gigpo adds nothing"
     room = config.model.max_prompt_tokens or config.model.max_model_len
     messages = getattr(workflow, "messages", None)
     if messages is not None and room is not None:
         asked = messages("", section.problem_type or PROBLEM_TYPES[0])
-        tokens = len(asked[0]["content"]) // _CHARS_A_TOKEN
+        tokens = len(asked[0]["content"]) // 4  # characters a token, about
         if tokens > room:
-            yield (
-                f"{where('model.max_prompt_tokens')}: the policy's prompt alone has "
-                f"about {tokens} tokens, the model takes {room}: allow fewer operators "
-                "(writer.operators), shorten writer.prompt, or raise it"
-            )
-    needed, limit = section.turns * section.timeout, config.rollout.run_timeout
+            key = where("model.max_prompt_tokens")
+            yield f"{key}: the policy's prompt has about {tokens} tokens, the model takes {room}"
+    needed, limit = turns * section.timeout, config.rollout.run_timeout
     if needed > limit:
-        yield (
-            f"{where('rollout.run_timeout')}: a run is given up after {limit:g} s, but "
-            f"writer.turns x writer.timeout is {needed:g} s: raise it, or lower writer.timeout"
-        )
+        key = where("rollout.run_timeout")
+        yield f"{key}: {limit:g} s, but writer.turns x writer.timeout is {needed:g} s"
 
 
-def check_harvest(config: AflowConfig) -> Found:
+_HARVEST_NUMBERS = {
+    1: ("teacher_tries", "per_problem", "limit"),
+    0: ("min_score", "per_structure"),
+}
+"""Whole numbers from 1, and shares above 0, at most 1."""
+
+
+def check_harvest(config: AflowConfig) -> Iterator[Fault]:
     """Every fault of the section `harvest`, and of what else a harvest needs."""
     section, inputs = config.harvest, config.buffer.explorer_input
-    if not config.writer.executor:
-        fix = "writer: {executor: NAME}, a role of `models` or a name of auxiliary_models"
-        yield config.fault("writer.executor", "the model that runs the graphs", "none", fix)
-    if not section.sources:
-        expected = f"at least one of {', '.join(SOURCES)}"
-        yield config.fault("harvest.sources", expected, "none", "sources: [templates]")
+    known = [name for name in config.models if name != POLICY]
+    key = "buffer.explorer_input.taskset"
+    for place, there, expected, fix in (
+        ("writer.executor", config.writer.executor, "the model that runs the graphs", "NAME"),
+        ("harvest.sources", section.sources, f"some of {', '.join(SOURCES)}", "[templates]"),
+        (key, inputs.taskset or inputs.tasksets, "a task set to take problems from", "{path: ..}"),
+    ):
+        if not there:
+            yield config.fault(place, expected, "none", f"{place.rpartition('.')[2]}: {fix}")
     for number, source in enumerate(section.sources):
         if source not in SOURCES:
             fix = f"did you mean {nearest(source, SOURCES, 0.5) or SOURCES[0]}?"
-            expected = f"one of {', '.join(SOURCES)}"
-            yield config.fault(f"harvest.sources.{number}", expected, repr(source), fix)
+            yield config.wrong(f"harvest.sources.{number}", f"one of {', '.join(SOURCES)}", fix)
     if "templates" in section.sources:
         try:
             templates_of(config)
         except BadInput as error:
             yield from error.faults
-    if "teacher" in section.sources:
-        known = [name for name in config.models if name != POLICY]
-        if section.teacher not in known:
-            expected = f"a role of `models:` ({', '.join(known) or 'none is there'})"
-            close = nearest(section.teacher or "", known, 0.5) or (known or ["NAME"])[0]
-            fix = f"teacher: {close}, with models: {{{close}: {{model: ...}}}}"
-            yield config.fault("harvest.teacher", expected, repr(section.teacher), fix)
+    if "teacher" in section.sources and section.teacher not in known:
+        expected = f"a role of `models:` ({', '.join(known) or 'none is there'})"
+        yield config.wrong("harvest.teacher", expected, "teacher: ROLE, and models: {ROLE: ...}")
     if "runs" in section.sources:
         if not section.runs:
             fix = "runs: [checkpoints/PROJECT/NAME]"
             yield config.fault("harvest.runs", "run folders of the writer", "none", fix)
         for number, folder in enumerate(run_folders(config)):
             if not any(folder.glob("rollouts/step_*.jsonl")):
-                expected, found = "a run folder with rollouts", f"{section.runs[number]}: none"
-                fix = "name the folder of a training run, which has a folder `rollouts`"
-                yield config.fault(f"harvest.runs.{number}", expected, found, fix)
-    for name, least, most in (
-        ("teacher_tries", 1, math.inf),
-        ("per_problem", 1, math.inf),
-        ("limit", 1, math.inf),
-        ("min_score", 0, 1),
-        ("per_structure", 0, 1),
-    ):
-        value = getattr(section, name)
-        if value is not None and not (least <= value <= most and value > 0):
-            expected = "1 or more" if least else "above 0, at most 1"
-            yield config.fault(f"harvest.{name}", expected, str(value), f"{name}: 1")
-    if not inputs.taskset and not inputs.tasksets:
-        fix = "add below buffer.explorer_input: taskset: {name: train, path: data/train.jsonl}"
-        expected, key = "a training task set to take problems from", "buffer.explorer_input.taskset"
-        yield config.fault(key, expected, "none", fix)
+                key = f"harvest.runs.{number}"
+                yield config.wrong(key, "a run folder with rollouts", "name that of a training run")
+    for least, names in _HARVEST_NUMBERS.items():
+        for name in names:
+            value = getattr(section, name)
+            if value is not None and not (value >= 1 if least else 0 < value <= 1):
+                expected = "1 or more" if least else "above 0, at most 1"
+                yield config.wrong(f"harvest.{name}", expected, f"{name}: 1")
 
 
 def run_folders(config: AflowConfig) -> list[Path]:
@@ -534,9 +452,7 @@ def run_folders(config: AflowConfig) -> list[Path]:
 def templates_of(config: AflowConfig) -> list[Template]:
     """The templates that are tried: those of the user's folder, or the shipped ones.
 
-    Raises:
-        BadInput: with every file of the folder that is no template.
-    """
+    Raises BadInput: with every file of the folder that is no template."""
     name = config.harvest.templates
     if name is None:
         return list(TEMPLATES.values())

@@ -16,7 +16,7 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from trinity.common.config import InferenceModelConfig, TasksetConfig
 
 from aflow_tune.config.changes import READ_FROM, renamed
 from aflow_tune.config.schema import Check, note_lines
-from aflow_tune.config.settings import AflowConfig
+from aflow_tune.config.settings import AflowConfig, value_of
 from aflow_tune.config.stages import check_stages, merge_stages
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.models.redaction import masked
@@ -76,7 +76,10 @@ _ALGORITHM_KEYS = {
     "eval_interval_steps": "explorer.eval_interval",
 }
 
-_AUXILIARY_KEYS = {name: key.rpartition(".")[2] for name, key in _MODEL_KEYS.items()}
+_TINKER_KEYS = {
+    name: f"model.tinker.{name}"
+    for name in ("rank", "seed", "train_mlp", "train_attn", "train_unembed", "base_url")
+}
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> AflowConfig:
@@ -91,8 +94,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Aflow
     """
     config, faults = read_config(path, overrides)
     if faults:
-        count = "one fault" if len(faults) == 1 else f"{len(faults)} faults"
-        raise BadInput(f"The configuration {path or 'given'} has {count}.", faults)
+        raise BadInput(f"The configuration {path or 'given'} cannot be used.", faults)
     return config
 
 
@@ -106,28 +108,31 @@ def read_config(
 ) -> tuple[AflowConfig, list[Fault]]:
     """`load_config` that returns its faults beside what could be read in spite of them.
 
-    Raises:
-        BadInput: the file is missing or is no YAML, so that nothing could be read.
-    """
+    Raises BadInput: the file is missing or is no YAML, so that nothing could be read."""
     positions = KeyPositions()
     content: dict[str, Any] = {}
     faults: list[Fault] = []
+    schema = _schema()
     if path:
         positions.file, positions.base = str(path), _base_of(Path(path))
         content, faults = _read_yaml(Path(path), positions)
     for item in overrides:
         faults += _override(content, item, positions)
     if positions.raw:
-        merged = OmegaConf.merge(_schema(), OmegaConf.create(content))
+        merged = OmegaConf.merge(schema, OmegaConf.create(content))
         for key, text in positions.raw.items():
-            unresolved = _interpolation_fault(merged, key, text, positions)
-            if unresolved:
-                faults.append(unresolved)
+            try:
+                OmegaConf.select(merged, display(key), throw_on_missing=True)
+            except OmegaConfBaseException as error:
+                problem = str(error).splitlines()[0]
+                fix = "use ${oc.env:NAME,default} or the full path of another key, or export NAME"
+                expected = f"a value that resolves: {text}"
+                faults.append(Fault(positions.where(key), expected, problem, fix))
                 _cut(content, key)
     faults += check_stages(content, positions)
     merge_stages(content)
     try:
-        merged = OmegaConf.merge(_schema(), OmegaConf.create(content))
+        merged = OmegaConf.merge(schema, OmegaConf.create(content))
         config: AflowConfig = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         where = positions.where(canonical(error.full_key or ""))
@@ -170,43 +175,34 @@ def _read_yaml(path: Path, positions: KeyPositions) -> tuple[dict[str, Any], lis
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        folder = path.parent if path.parent.is_dir() else Path()
-        names = [item.name for item in folder.iterdir() if item.suffix in (".yaml", ".yml")]
+        names = [item.name for item in path.parent.glob("*.y*ml")]
         close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4)
         fix = f"check the path; there is {', '.join(close)}" if close else "check the path"
         found = getattr(error, "strerror", None) or str(error)
         raise _unreadable(path, "a YAML file in UTF-8", found, fix) from None
 
     try:
-        with _loader(text) as loader:
-            node = loader.get_single_node()
-            if not isinstance(node, yaml.MappingNode):
-                place = path if node is None else f"{path}:{node.start_mark.line + 1}"
-                fix = "begin with `workflow: path/file.py:function`, `model:`, `buffer:` ..."
-                found = "nothing" if node is None else f"a {node.id}"
-                raise _unreadable(place, "`key: value` lines at the top level", found, fix)
-            twice = list(note_lines(node, positions))
-            check = Check(AflowConfig, positions.where, positions.raw)
-            content = check.check(loader.construct_document(node), AflowConfig)
-            return renamed(content), [*twice, *check.faults]
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        problem = " ".join(part for part in (error.context, error.problem) if part)
-        fix = "check quotes, brackets and indentation there; indent with spaces, never tabs"
-        raise _unreadable(f"{path}{line}", "YAML", problem, fix) from error
+        loader = _Loader(text)  # refuses control characters
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            place = path if node is None else f"{path}:{node.start_mark.line + 1}"
+            fix = "begin with `workflow: path/file.py:function`, `model:`, `buffer:` ..."
+            found = "nothing" if node is None else f"a {node.id}"
+            raise _unreadable(place, "`key: value` lines at the top level", found, fix)
+        twice = list(note_lines(node, positions))
+        check = Check(AflowConfig, positions.where, positions.raw)
+        content = check.check(loader.construct_document(node), AflowConfig)
+        return renamed(content), [*twice, *check.faults]
     except (yaml.YAMLError, RecursionError) as error:
-        fix = "save the file as plain UTF-8 text, and nest it less"
-        raise _unreadable(path, "YAML", str(error).splitlines()[0], fix) from None
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        fix = "check quotes, brackets and indentation there; UTF-8, indented with spaces, no tabs"
+        raise _unreadable(f"{path}{line}", "YAML", _problem(error), fix) from error
 
 
-@contextlib.contextmanager
-def _loader(text: str) -> Iterator[Any]:
-    loader = _Loader(text)  # refuses control characters
-    try:
-        yield loader
-    finally:
-        loader.dispose()
+def _problem(error: Exception) -> str:
+    parts = (getattr(error, name, None) for name in ("context", "problem"))
+    return " ".join(filter(None, parts)) or str(error).splitlines()[0]
 
 
 def _unreadable(where: object, expected: str, found: str, fix: str) -> BadInput:
@@ -223,12 +219,9 @@ def _override(content: dict[str, Any], item: str, positions: KeyPositions) -> li
         return [Fault(where, "key=value", repr(item), fix)]
     key, raw = canonical(name), dict[str, str]()
     try:
-        with _loader(text) as loader:
-            node = loader.get_single_node()
-            value = None if node is None else loader.construct_document(node)
+        value = _Loader(text).get_single_data()
     except (yaml.YAMLError, RecursionError) as error:
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        return [Fault(where, f"a value in YAML for `{name}`", str(problem), "quote the value")]
+        return [Fault(where, f"a value in YAML for `{name}`", _problem(error), "quote the value")]
     nested = value
     for part in reversed(key.split(".")):
         nested = {part: nested}
@@ -276,22 +269,6 @@ def _cut(content: Any, key: str) -> None:
         at[int(last)] = None
 
 
-def _interpolation_fault(merged: Any, key: str, text: str, positions: KeyPositions) -> Fault | None:
-    try:
-        OmegaConf.select(merged, display(key), throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        problem = str(error).splitlines()[0]
-    else:
-        return None
-    missing = re.search(r"oc\.env:\s*([A-Za-z_]\w*)\s*\}", text)
-    if "nvironment variable" in problem and missing:
-        name = missing.group(1)
-        fix = f"export {name}=... or give a default: ${{oc.env:{name},default}}"
-        return Fault(positions.where(key), f"the environment variable {name}", "not set", fix)
-    fix = "use ${oc.env:NAME,default} or the full path of another key: ${model.model_path}"
-    return Fault(positions.where(key), f"a value that resolves: {text}", problem, fix)
-
-
 def _in_reading_order(fault: Fault) -> tuple[bool, int]:
     line = re.search(r":(\d+)(:|$)", fault.where)
     return fault.where.startswith("command line"), int(line.group(1)) if line else 0
@@ -326,51 +303,52 @@ def apply_agentscope_args(
         "auxiliary_models": auxiliary_models,
         "algorithm": algorithm,
     }
-    faults = [
-        Fault(
-            f"tune({name}=...)",
-            "no such argument beside `stages`: each stage has its own",
-            type(value).__name__,
-            "write it into the YAML, at the top level or in the stage that it is for",
-        )
-        for name, value in given.items()
-        if value is not None and config.stages
-    ]
-    if faults:
+    if config.stages and (named := [name for name in given if given[name] is not None]):
+        expected = "no such argument beside `stages`: each stage has its own"
+        fix = "write it into the YAML, at the top level or in the stage that it is for"
+        faults = [Fault(f"tune({name}=...)", expected, "one", fix) for name in named]
         raise BadInput("These arguments describe a single run.", faults)
-    if config.positions.file is None:
+    positions, inputs = config.positions, config.buffer.explorer_input
+    if positions.file is None:
         for key, value in _TEMPLATE.items():
-            if not config.positions.given(key):
+            if not positions.given(key):
                 _set(config, key, value, None)
-    inputs = config.buffer.explorer_input
     if train_dataset is not None:
         source, fresh = "tune(train_dataset=...)", _taskset(train_dataset, "train_taskset")
         inputs.tasksets = []
         inputs.taskset = inputs.taskset or fresh
         for name in ("path", "split", "subset_name"):
             setattr(inputs.taskset, name, getattr(fresh, name))
-        config.positions.arguments["buffer.explorer_input.taskset.path"] = source
+        positions.arguments["buffer.explorer_input.taskset.path"] = source
         for name in ("total_epochs", "total_steps"):
             if _chosen(train_dataset, name):
                 _set(config, f"buffer.{name}", getattr(train_dataset, name), source)
     if eval_dataset is not None:
         key = f"buffer.explorer_input.eval_tasksets.{len(inputs.eval_tasksets)}"
         inputs.eval_tasksets.append(_taskset(eval_dataset, "eval_taskset"))
-        config.positions.arguments[f"{key}.path"] = "tune(eval_dataset=...)"
-    _copy(config, model, _MODEL_KEYS, "tune(model=...)")
+        positions.arguments[f"{key}.path"] = "tune(eval_dataset=...)"
     tinker = getattr(model, "tinker_config", None)
     if tinker is not None:
         _set(config, "model.tinker.enable", True, "tune(model=...)")
-        names = ("rank", "seed", "train_mlp", "train_attn", "train_unembed", "base_url")
-        _copy(config, tinker, {name: f"model.tinker.{name}" for name in names}, "tune(model=...)")
+    for given_by, keys, argument in (
+        (model, _MODEL_KEYS, "tune(model=...)"),
+        (tinker, _TINKER_KEYS, "tune(model=...)"),
+        (algorithm, _ALGORITHM_KEYS, "tune(algorithm=...)"),
+    ):
+        for name, key in keys.items():
+            value, chosen = getattr(given_by, name, None), _chosen(given_by, name)
+            if value is not None and (chosen or not positions.given(key)):
+                _set(config, key, value, argument if chosen else None)
     for name, auxiliary in (auxiliary_models or {}).items():
-        values = {key: getattr(auxiliary, name, None) for name, key in _AUXILIARY_KEYS.items()}
-        values = {key: value for key, value in values.items() if value is not None}
+        values = {
+            key.rpartition(".")[2]: value
+            for own, key in _MODEL_KEYS.items()
+            if (value := getattr(auxiliary, own, None)) is not None
+        }
         models = config.explorer.auxiliary_models
         key = f"explorer.auxiliary_models.{len(models)}"
         models.append(InferenceModelConfig(name=name, enable_auto_tool_choice=True, **values))
-        config.positions.arguments[key] = f"tune(auxiliary_models={{{name!r}: ...}})"
-    _copy(config, algorithm, _ALGORITHM_KEYS, "tune(algorithm=...)")
+        positions.arguments[key] = f"tune(auxiliary_models={{{name!r}: ...}})"
     for key, value, argument in (
         ("project", project_name, "project_name"),
         ("name", experiment_name, "experiment_name"),
@@ -389,14 +367,6 @@ def _taskset(dataset: Any, name: str) -> TasksetConfig:
     )
 
 
-def _copy(config: AflowConfig, source: Any, keys: Mapping[str, str], argument: str) -> None:
-    for name, key in keys.items():
-        value = getattr(source, name, None)
-        if value is None or (config.positions.given(key) and not _chosen(source, name)):
-            continue
-        _set(config, key, value, argument if _chosen(source, name) else None)
-
-
 def _chosen(source: Any, name: str) -> bool:
     """Whether the caller set this attribute; a default of AgentScope's class is no choice."""
     fields_set = getattr(source, "model_fields_set", None)
@@ -404,10 +374,7 @@ def _chosen(source: Any, name: str) -> bool:
 
 
 def _set(config: AflowConfig, key: str, value: Any, argument: str | None) -> None:
-    *parents, last = key.split(".")
-    target: Any = config
-    for parent in parents:
-        target = getattr(target, parent)
-    setattr(target, last, value)
+    parent, _, last = key.rpartition(".")
+    setattr(value_of(config, parent) if parent else config, last, value)
     if argument:
         config.positions.arguments[key] = argument

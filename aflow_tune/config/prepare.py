@@ -25,14 +25,7 @@ from trinity.common.constants import StorageType, SyncMethod, SyncStyle
 from aflow_tune.config import on_processors
 from aflow_tune.config.changes import differences
 from aflow_tune.config.engine import choose_engine, give_engine_settings
-from aflow_tune.config.rules import (
-    ADAPTER,
-    MONITOR,
-    RUNS,
-    Case,
-    Purpose,
-    check_settings,
-)
+from aflow_tune.config.rules import ADAPTER, MONITOR, RUNS, Case, Purpose, check_settings
 from aflow_tune.config.settings import AflowConfig, Change, logical_gpus
 from aflow_tune.config.stages import chain_folder
 from aflow_tune.config.tasksets import (
@@ -53,17 +46,6 @@ ANCHOR_RATE = "aflow_tune.engines.trinity.rollout.operators.AnchorRate"
 SAMPLE_STRATEGY = "aflow_tune.engines.trinity.rollout.operators.WholeStepSampleStrategy"
 COUNTING_STRATEGIES = ("default", "warmup")
 """Trinity's strategies that take a number of calls, which a workflow does not fix."""
-
-_SAVES_A_RUN = 10
-"""Checkpoints of a run whose `trainer.save_interval` was left out."""
-_KEPT_FULL_CHECKPOINTS = 2
-_SPARE_SECONDS = 60
-
-_REFUSED = {
-    Purpose.EVALUATE: "This configuration cannot be evaluated.",
-    Purpose.HARVEST: "This configuration cannot be harvested with.",
-    Purpose.ASK: "The model of this configuration cannot be loaded.",
-}
 
 
 def prepare(
@@ -99,36 +81,33 @@ def prepare(
     before = config.flatten()
     reasons: dict[str, str] = {}
     if purpose in RUNS:
-        engine = choose_engine(config)
-        config.engine, reasons["engine"] = engine
+        config.engine, reasons["engine"] = choose_engine(config)
     found = check_settings(Case(config, purpose, workflow, judge, local_model), faults)
     config.warnings.extend(found.warnings)
     if found.faults:
-        raise BadInput(_REFUSED.get(purpose, "These settings cannot train."), found.faults)
+        train = "train" if purpose in RUNS else "be used for this"
+        raise BadInput(f"These settings cannot {train}.", found.faults)
     adapt(config, reasons)
     dry = purpose in (Purpose.CHECK, Purpose.ESTIMATE)
-    with contextlib.ExitStack() as stack:
-        if dry:
-            stack.enter_context(_leaving_no_folders(config))
-            stack.enter_context(_sparing_imports())
+    with _leaving_no_trace(config) if dry else contextlib.nullcontext():
         if purpose in RUNS and config.engine == "local":
             adapt_local(config, reasons)
         elif purpose in RUNS:
             adapt_cluster(config, reasons, fetch=not dry)
-        mode = config.mode
         # Trinity knows no `harvest`: for its validators it is a `bench`, which runs a workflow.
-        config.mode = "bench" if mode == "harvest" else mode
+        harvest = config.mode == "harvest"
+        config.mode = "bench" if harvest else config.mode
         try:
             for validator in _validators(config, purpose, dry):
-                run_validator(validator, config)
+                _run_validator(validator, config)
         finally:
-            config.mode = mode if mode == "harvest" else config.mode
+            config.mode = "harvest" if harvest else config.mode
     for _, taskset, held_out in user_tasksets(config):
         # Trinity leaves the held-out task sets of `train` unread.
         if purpose not in RUNS or (config.mode == "train" and held_out):
             fill_held_out(config, taskset)
     if purpose in RUNS:
-        kept.engine = engine
+        kept.engine = (config.engine, reasons["engine"])
     else:
         give_engine_settings(config)
     kept.changes = differences(before, config.flatten(), reasons)
@@ -162,8 +141,8 @@ def _take_out(config: AflowConfig, purpose: Purpose) -> None:
 def adapt(config: AflowConfig, reasons: dict[str, str]) -> None:
     """Settings that every workflow function needs on either engine.
 
-    A key that the user set is changed only if it cannot mean anything here; every change shows in
-    the table, with the reason in `reasons` where the table's own would not fit.
+    A key that the user set is changed only if it cannot mean anything here. `reasons`: those of
+    changes for which the table's own would not fit.
 
     Raises:
         BadInput: temperatures of training task sets contradict each other.
@@ -208,25 +187,24 @@ def adapt(config: AflowConfig, reasons: dict[str, str]) -> None:
     rollout, explorer = config.rollout, config.explorer
     if given("explorer.max_timeout") and not given("rollout.run_timeout"):
         rollout.run_timeout = min(rollout.run_timeout, float(explorer.max_timeout))
-    needed = math.ceil(rollout.run_timeout) + _SPARE_SECONDS
-    explorer.max_timeout = max(explorer.max_timeout, needed)
+    explorer.max_timeout = max(explorer.max_timeout, math.ceil(rollout.run_timeout) + 60)
     settle_paths(config)
 
 
 def _settle_temperature(config: AflowConfig) -> None:
     """The trainer divides by `model.temperature`; make it the one that is sampled with."""
-    found: dict[float, str] = {}
-    for key, taskset, held_out in user_tasksets(config):
-        own = taskset.rollout_args.temperature
-        if not held_out and own is not None:
-            found.setdefault(own, f"{key}.rollout_args.temperature")
+    found = {
+        taskset.rollout_args.temperature: f"{key}.rollout_args.temperature"
+        for key, taskset, held_out in user_tasksets(config)
+        if not held_out and taskset.rollout_args.temperature is not None
+    }
     if not config.positions.given("model.temperature") and len(found) == 1:
         config.model.temperature = next(iter(found))
     expected = f"{config.model.temperature}, as model.temperature, by which the trainer divides"
     fix = "give the temperature once, as model.temperature"
-    others = {value: place for value, place in found.items() if value != config.model.temperature}
+    others = [found[value] for value in found if value != config.model.temperature]
     if others:
-        faults = [config.fault(key, expected, str(value), fix) for value, key in others.items()]
+        faults = [config.wrong(key, expected, fix) for key in others]
         raise BadInput("Sampling and training would use different temperatures.", faults)
 
 
@@ -266,9 +244,9 @@ def adapt_local(config: AflowConfig, reasons: dict[str, str]) -> None:
         config.local.dtype = "fp32"
     steps = total_steps(config)
     if not given("trainer.save_interval"):
-        config.trainer.save_interval = max(1, (steps or _SAVES_A_RUN**2) // _SAVES_A_RUN)
+        config.trainer.save_interval = max(1, (steps or 100) // 10)
     if config.model.lora_configs is None and not given("trainer.max_checkpoints_to_keep"):
-        config.trainer.max_checkpoints_to_keep = _KEPT_FULL_CHECKPOINTS
+        config.trainer.max_checkpoints_to_keep = 2
     interval = "explorer.eval_interval"
     if steps and (not given(interval) or config.positions.inherited(interval)):
         explorer.eval_interval = min(explorer.eval_interval, steps)
@@ -314,18 +292,6 @@ def _attending_without_flash_attn(overrides: dict[str, Any]) -> dict[str, Any]:
     return {**overrides, "model": {**model, "override_config": chosen}}
 
 
-class LocalClusterValidator(upstream.ConfigValidator):
-    """In place of Trinity's: sets the namespace, needs no cluster and no GPU."""
-
-    def validate(self, config: Config) -> None:
-        set_namespace(config)
-        for model in (config.explorer.rollout_model, *config.explorer.auxiliary_models):
-            model.gpu_per_engine, model.nnodes = 0, 1
-        cluster = config.cluster
-        cluster.node_num, cluster.gpu_per_node, cluster.total_gpu_num = 1, 0, 0
-        cluster.rollout_gpu_num = cluster.auxiliary_model_gpu_num = cluster.explorer_gpu_num = 0
-
-
 class LocalExplorerValidator(upstream.ExplorerConfigValidator):
     """Trinity's, without the adapter that it would load the whole model to write.
 
@@ -339,13 +305,6 @@ class LocalExplorerValidator(upstream.ExplorerConfigValidator):
 
     def _validate_lora(self, config: Config) -> None:
         config.explorer.rollout_model.enable_lora = config.model.lora_configs is not None
-
-
-class LocalTrainerValidator(upstream.ConfigValidator):
-    """In place of Trinity's: the local trainer reads no verl configuration."""
-
-    def validate(self, config: Config) -> None:
-        config.trainer.trust_remote_code = config.model.trust_remote_code
 
 
 class ModeKeepingValidator(upstream.RayClusterConfigValidator):
@@ -387,14 +346,6 @@ class OfflineModelValidator(upstream.ModelConfigValidator):
             config.synchronizer.sync_method = SyncMethod.CHECKPOINT
 
 
-class RunMonitorValidator(upstream.MonitorConfigValidator):
-    """For our own monitor, without importing those of services, which takes most of a second."""
-
-    def validate(self, config: Config) -> None:
-        config.monitor.monitor_args = config.monitor.monitor_args or {}
-        config.monitor.cache_dir = os.path.join(config.checkpoint_job_dir, "monitor")
-
-
 def set_namespace(config: Config) -> None:
     """The Ray namespace of a run, as Trinity forms it."""
     if not config.ray_namespace:
@@ -403,90 +354,94 @@ def set_namespace(config: Config) -> None:
         )
 
 
-class Omitted(upstream.ConfigValidator):
-    """In place of one that asks what cannot be asked now: fills in the Ray namespace only."""
+def _local_cluster(config: Config) -> None:
+    """The local engine needs no cluster and no GPU."""
+    set_namespace(config)
+    for model in (config.explorer.rollout_model, *config.explorer.auxiliary_models):
+        model.gpu_per_engine, model.nnodes = 0, 1
+    cluster = config.cluster
+    cluster.node_num, cluster.gpu_per_node, cluster.total_gpu_num = 1, 0, 0
+    cluster.rollout_gpu_num = cluster.auxiliary_model_gpu_num = cluster.explorer_gpu_num = 0
 
-    def validate(self, config: Config) -> None:
-        set_namespace(config)
+
+def _local_trainer(config: Config) -> None:
+    """The local trainer reads no verl configuration."""
+    config.trainer.trust_remote_code = config.model.trust_remote_code
 
 
-def _validators(config: AflowConfig, purpose: Purpose, dry: bool) -> list[upstream.ConfigValidator]:
+def _run_monitor(config: Config) -> None:
+    """Without importing the monitors of services, which takes most of a second."""
+    config.monitor.monitor_args = config.monitor.monitor_args or {}
+    config.monitor.cache_dir = os.path.join(config.checkpoint_job_dir, "monitor")
+
+
+def _validators(
+    config: AflowConfig, purpose: Purpose, dry: bool
+) -> list[Callable[[AflowConfig], None]]:
     """Trinity's validators, with ours in the place of some."""
     if purpose not in RUNS:
-        return [upstream.ModelConfigValidator(), LocalExplorerValidator()]
-    ours: dict[type, upstream.ConfigValidator] = {}
+        return [upstream.ModelConfigValidator().validate, LocalExplorerValidator().validate]
+    ours: dict[type, Callable[[AflowConfig], None]] = {}
     if dry and config.monitor.monitor_type == MONITOR:
-        ours[upstream.MonitorConfigValidator] = RunMonitorValidator()
-    if config.engine == "local":
-        ours[upstream.RayClusterConfigValidator] = LocalClusterValidator()
-        ours[upstream.ExplorerConfigValidator] = LocalExplorerValidator()
-        ours[upstream.TrainerConfigValidator] = LocalTrainerValidator()
-        ours[upstream.GPUMemoryValidator] = Omitted()
-        return [ours.get(type(known), known) for known in upstream.validators]
-    sized = bool(config.cluster.node_num and config.cluster.gpu_per_node)
-    ours[upstream.RayClusterConfigValidator] = ModeKeepingValidator()
-    if dry:
-        ours[upstream.ModelConfigValidator] = OfflineModelValidator()
-        ours[upstream.ExplorerConfigValidator] = LocalExplorerValidator()
-        if not sized:
-            ours[upstream.RayClusterConfigValidator] = Omitted()
-        if not (sized or config.model.tinker.enable):
-            ours[upstream.TrainerConfigValidator] = Omitted()
-    if dry or not sys.stdin.isatty():
+        ours[upstream.MonitorConfigValidator] = _run_monitor
+    local = config.engine == "local"
+    if local or dry or not sys.stdin.isatty():
         # It asks a question on the terminal; where nobody answers it would wait for ever.
-        ours[upstream.GPUMemoryValidator] = Omitted()
-    return [ours.get(type(known), known) for known in upstream.validators]
+        ours[upstream.GPUMemoryValidator] = set_namespace
+    if local or dry:
+        ours[upstream.ExplorerConfigValidator] = LocalExplorerValidator().validate
+    if local:
+        ours[upstream.RayClusterConfigValidator] = _local_cluster
+        ours[upstream.TrainerConfigValidator] = _local_trainer
+    else:
+        sized = bool(config.cluster.node_num and config.cluster.gpu_per_node)
+        ours[upstream.RayClusterConfigValidator] = ModeKeepingValidator().validate
+        if dry:
+            ours[upstream.ModelConfigValidator] = OfflineModelValidator().validate
+        if dry and not sized:  # there is no cluster yet to ask
+            ours[upstream.RayClusterConfigValidator] = set_namespace
+            if not config.model.tinker.enable:
+                ours[upstream.TrainerConfigValidator] = set_namespace
+    return [ours.get(type(known), known.validate) for known in upstream.validators]
 
 
-def run_validator(validator: upstream.ConfigValidator, config: AflowConfig) -> None:
+def _run_validator(validator: Callable[[AflowConfig], None], config: AflowConfig) -> None:
     """Let Trinity check and fill in; what it refuses becomes a `BadInput`."""
     try:
-        validator.validate(config)
+        validator(config)
     except (ValueError, AssertionError, RuntimeError, ImportError, OSError) as error:
         if isinstance(error, BadInput):
             raise
         message = " ".join(str(error).split()) or type(error).__name__
-        named = re.search(r"`?((?:[a-z_]+\.)+[a-z_]+)`?", message)
-        key = named.group(1) if named else ""
-        fix, root = "correct the setting named", config.checkpoint_root_dir
+        named = re.search(r"(?:[a-z_]+\.)+[a-z_]+", message)
+        key, root = named[0] if named else "", config.checkpoint_root_dir
         if root and str(getattr(error, "filename", None) or "").startswith(root):
-            key, fix = "checkpoint_root_dir", "choose another folder, that can be written"
+            key = "checkpoint_root_dir"
         where = config.positions.where(key) if key in config.flatten() else "configuration"
-        fault = Fault(where, "settings that fit together", message, fix)
-        raise BadInput("Trinity refuses this configuration.", [fault]) from error
+        expected, title = "settings that fit together", "Trinity refuses this configuration."
+        raise BadInput.of(title, where, expected, message, "correct the setting named") from error
 
 
 @contextlib.contextmanager
-def _sparing_imports() -> Iterator[None]:
-    """Keep Trinity from importing its selectors, and `datasets` with them, which takes a second:
-    it only asks whether the name of one is known, which a rule has asked before."""
-    name = "trinity.buffer.selector"
-    made = name not in sys.modules
-    if made:
-        sys.modules[name] = types.ModuleType(name)
-        vars(sys.modules[name])["SELECTORS"] = {"sequential": object}
+def _leaving_no_trace(config: AflowConfig) -> Iterator[None]:
+    """Trinity's validators make the run's folders, which checking must not leave behind.
+
+    They also import Trinity's selectors, and `datasets` with them, which takes a second, only to
+    ask whether the name of one is known: a rule has asked that before.
+    """
+    folder, name = chain_folder(config), "trinity.buffer.selector"
+    own = [folder / "monitor", folder / "buffer", folder, *folder.parents]
+    there = [path for path in own if path.exists()]
+    stand_in = types.ModuleType(name)
+    vars(stand_in)["SELECTORS"] = {"sequential": object}
+    made = sys.modules.setdefault(name, stand_in) is stand_in
     try:
         yield
     finally:
         if made:
             del sys.modules[name]
-
-
-@contextlib.contextmanager
-def _leaving_no_folders(config: AflowConfig) -> Iterator[None]:
-    """Trinity's validators make the run's folders; checking must not leave them behind."""
-    folder = chain_folder(config)
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    there = {path for path in _run_folders(folder) if path.exists()}
-    try:
-        yield
-    finally:
-        made = Path(config.checkpoint_job_dir or folder)  # perhaps it got another name meanwhile
-        for path in [*_run_folders(made), *missing]:
+        run = Path(config.checkpoint_job_dir or folder)  # perhaps it got another name meanwhile
+        for path in [run / "monitor", run / "buffer", run, *own]:
             if path not in there:
                 with contextlib.suppress(OSError):  # never made, or somebody has put something in
                     path.rmdir()
-
-
-def _run_folders(run: Path) -> list[Path]:
-    return [run / "monitor", run / "buffer", run]

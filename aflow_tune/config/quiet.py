@@ -25,9 +25,7 @@ logger = logging.getLogger("trinity")
 def quiet() -> None:
     """Send nothing of the libraries to the terminal. Call before Trinity is imported.
 
-    Raises:
-        BadInput: versions are installed that are known to break, some of them in that import.
-    """
+    Raises BadInput: versions are installed that are known to break, some of them in that import."""
     refuse_clashes()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -59,16 +57,13 @@ def log_to(folder: Path) -> Path:
     path = folder / "driver.log"
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(_FORMAT))
-    _hand_to(handler)
+    end_log(handler)
     return path
 
 
-def end_log() -> None:
-    """Write the libraries' logs nowhere from now on: the folder of `log_to` goes."""
-    _hand_to(logging.NullHandler())
-
-
-def _hand_to(handler: logging.Handler) -> None:
+def end_log(then: logging.Handler | None = None) -> None:
+    """Write the libraries' logs nowhere (or to `then`) from now on: the folder of `log_to` goes."""
+    handler = then or logging.NullHandler()
     for name in _LIBRARIES:
         library = logging.getLogger(name)
         library.handlers = [handler]

@@ -1,10 +1,10 @@
 """Every rule that refuses or doubts a configuration, in one table: `RULES`.
 
-A rule yields faults, and texts, which are warnings. The table says for which purposes, modes and
-engine it holds. All rules of a case are asked, and all faults are told at once; rules over
-several settings only where each single one is sound. Rules about what the named files hold are
-in `file_rules.py`, those of a mix in `mixes.py`, of the devices in `engine.py`, of models behind
-APIs in `accounting.py`.
+A rule yields faults, and texts, which are warnings; the table says for which purposes, modes and
+engine it holds. All rules of a case are asked and all faults are told at once; rules over several
+settings only where each single one is sound. What the named files hold is checked in
+`file_rules.py`, devices in `engine.py`, spend in `accounting.py`. What
+Trinity's own validators refuse clearly is left to them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from aflow_tune.config.file_rules import (
     check_paths,
     check_writer,
 )
-from aflow_tune.config.mixes import check_mix
 from aflow_tune.config.schema import nearest
-from aflow_tune.config.settings import AflowConfig, words
+from aflow_tune.config.settings import AflowConfig, value_of, words
 from aflow_tune.config.tasksets import (
     FROM_DATA,
     WITHOUT_TASKS,
+    check_mix,
     experience_buffer,
     is_file,
     total_steps,
@@ -64,6 +64,7 @@ class Purpose(Enum):
 
 
 RUNS = (Purpose.RUN, Purpose.CHECK, Purpose.ESTIMATE)
+_WITH_ROLLOUTS = ("both", "explore", "colocate")
 
 
 @dataclass(frozen=True)
@@ -91,15 +92,6 @@ class Rule(NamedTuple):
     together: bool = False
     """Asked only where no other rule found a fault."""
 
-    def holds(self, case: Case) -> bool:
-        """Whether it is asked in this case."""
-        modes, engine = self.modes or [case.config.mode], self.engine or case.config.engine
-        return (
-            case.purpose in self.purposes
-            and case.config.mode in modes
-            and case.config.engine == engine
-        )
-
 
 def check_settings(case: Case, faults: Sequence[Fault] = ()) -> Findings:
     """What keeps a configuration from its purpose, and what is doubtful about it.
@@ -107,10 +99,15 @@ def check_settings(case: Case, faults: Sequence[Fault] = ()) -> Findings:
     Args:
         faults: what was found wrong before.
     """
-    found = Findings()
+    found, config = Findings(), case.config
     for together in (False, True):
         for rule in RULES:
-            if rule.together is together and rule.holds(case):
+            if (
+                rule.together is together
+                and case.purpose in rule.purposes
+                and config.mode in (rule.modes or [config.mode])
+                and config.engine == (rule.engine or config.engine)
+            ):
                 for item in rule.check(case):
                     if isinstance(item, Fault):
                         found.faults.append(item)
@@ -179,6 +176,7 @@ _RANGES: tuple[_Value, ...] = (
     ("name", lambda v: bool(v.strip()), "a name for the run folder", "first_run"),
 )
 
+_BUFFER = "buffer.trainer_input.experience_buffer"
 _LOCAL_MODES = ("both", "train", "bench", "harvest")
 _LOCAL_VALUES: tuple[_Value, ...] = (
     ("mode", lambda v: v in _LOCAL_MODES, f"one of {', '.join(_LOCAL_MODES)}", "both"),
@@ -193,6 +191,7 @@ _LOCAL_VALUES: tuple[_Value, ...] = (
     ("data_processor.task_pipeline", lambda v: v is None, "prepared data", "null"),
     ("algorithm.enable_router_replay", lambda v: not v, "false", "false"),
     ("algorithm.rollout_correction", lambda v: v is None, "null: both engines agree", "null"),
+    (f"{_BUFFER}.replay_buffer.enable", lambda v: not v, "false: own rollouts only", "false"),
     (
         "algorithm.optimizer.optimizer_type",
         lambda v: v in ("adam", "adamw"),
@@ -203,20 +202,11 @@ _LOCAL_VALUES: tuple[_Value, ...] = (
 """Values that would silently change what is learned if the local engine ignored them."""
 
 
-def value_of(config: Any, key: str) -> Any:
-    """The value of a dotted key path of dataclasses."""
-    for part in key.split("."):
-        config = getattr(config, part)
-    return config
-
-
 def _values(config: AflowConfig, table: Sequence[_Value], engine: str = "") -> Found:
     for key, good, expected, example in table:
-        value = value_of(config, key)
-        if not good(value):
-            value = getattr(value, "value", value)
-            found, fix = str(value) or "''", f"{key.rpartition('.')[2]}: {example}"
-            yield config.fault(key, expected + engine, found, fix)
+        if not good(value_of(config, key)):
+            fix = f"{key.rpartition('.')[2]}: {example}"
+            yield config.wrong(key, expected + engine, fix)
 
 
 def _single_values(case: Case) -> Found:
@@ -225,8 +215,7 @@ def _single_values(case: Case) -> Found:
         for key in keys:
             value = value_of(case.config, key)
             if value is not None and value < least:
-                fix = f"{key.rpartition('.')[2]}: 8"
-                yield case.config.fault(key, f"{least} or more", str(value), fix)
+                yield case.config.wrong(key, f"{least} or more", f"{key.rpartition('.')[2]}: 8")
     for key, choices in _CHOICES.items():
         value = value_of(case.config, key)
         if value is not None and value not in choices:
@@ -244,37 +233,50 @@ def _registered(case: Case) -> Found:
     from trinity.algorithm import ALGORITHM_TYPE, SAMPLE_STRATEGY
 
     config, algorithm = case.config, case.config.algorithm
-    named: list[tuple[str, Any, Any]] = [
-        ("algorithm.algorithm_type", algorithm.algorithm_type, ALGORITHM_TYPE),
-        ("algorithm.sample_strategy", algorithm.sample_strategy, SAMPLE_STRATEGY),
-    ]
-    for name, registry in _functions().items():
-        named.append((f"algorithm.{name}", getattr(algorithm, name), registry))
-    for number, operator in enumerate(config.data_processor.experience_pipeline.operators):
+    named: dict[str, Any] = {
+        "algorithm.algorithm_type": ALGORITHM_TYPE,
+        "algorithm.sample_strategy": SAMPLE_STRATEGY,
+        **{f"algorithm.{name}": registry for name, registry in _functions().items()},
+    }
+    for number, _ in enumerate(config.data_processor.experience_pipeline.operators):
         from trinity.buffer.operators import EXPERIENCE_OPERATORS
 
         key = f"data_processor.experience_pipeline.operators.{number}.name"
-        named.append((key, operator.name, EXPERIENCE_OPERATORS))
-    sources: list[tuple[str, Any]] = [(key, taskset) for key, taskset, _ in user_tasksets(config)]
-    if (buffer := experience_buffer(config)) is not None:
-        sources.append(("buffer.trainer_input.experience_buffer", buffer))
-    for key, source in sources:
+        named[key] = EXPERIENCE_OPERATORS
+    places = [place for place, _, _ in user_tasksets(config)]
+    if experience_buffer(config) is not None:
+        places.append("buffer.trainer_input.experience_buffer")
+    for place in places:
         for name in ("data_selector", "task_selector"):
-            kind = getattr(getattr(source, name, None), "selector_type", None)
-            if kind not in (None, "sequential"):  # importing the others takes a second
-                from trinity.buffer.selector import SELECTORS
+            key = f"{place}.{name}.selector_type"
+            if value_of(config, key) not in (None, "sequential"):
+                from trinity.buffer.selector import SELECTORS  # takes a second
 
-                named.append((f"{key}.{name}.selector_type", kind, SELECTORS))
-    for key, value, registry in named:
-        known = [*registry._default_mapping, *registry.modules]
+                named[key] = SELECTORS
+    for key, registry in named.items():
+        value, known = value_of(config, key), [*registry._default_mapping, *registry.modules]
         if value is None or value in known:
             continue
         try:
             if "." not in value or registry.get(value) is None:
                 yield _unknown_name(config, key, value, known)
         except (ImportError, AttributeError, KeyError) as error:
-            fix = "write package.module.ClassName of something that can be imported"
-            yield config.fault(key, "the dotted path of a class", f"{value}: {error}", fix)
+            yield config.fault(key, "package.module.Class", f"{value}: {error}", "correct the path")
+    try:  # a name that nothing stands for was told above
+        usual = ALGORITHM_TYPE.get(algorithm.algorithm_type).default_config()
+        for name, registry in _functions().items():
+            arguments = getattr(algorithm, f"{name}_args") or {}
+            function = getattr(algorithm, name) or usual.get(name) or "none"
+            taken = inspect.signature(registry.get(function)).parameters if arguments else {}
+            if any(item.kind is item.VAR_KEYWORD for item in taken.values()):
+                continue
+            for given in arguments:
+                if given not in taken:
+                    key = f"algorithm.{name}_args.{given}"
+                    expected = f"an argument of {function}: {', '.join(taken) or 'it has none'}"
+                    yield config.fault(key, expected, f"`{given}`", "name one of these")
+    except (ImportError, AttributeError, KeyError, ValueError, TypeError):
+        return
 
 
 def _functions() -> dict[str, Any]:
@@ -290,110 +292,73 @@ def _functions() -> dict[str, Any]:
     }
 
 
-def _function_arguments(case: Case) -> Found:
-    """Arguments of the algorithm's functions that these do not take."""
-    from trinity.algorithm import ALGORITHM_TYPE
-
-    algorithm = case.config.algorithm
-    for name, registry in _functions().items():
-        arguments = getattr(algorithm, f"{name}_args")
-        try:  # a name that nothing stands for is told by `_registered`
-            usual = ALGORITHM_TYPE.get(algorithm.algorithm_type).default_config()
-            function = getattr(algorithm, name) or usual.get(name) or "none"
-            known = _parameters(registry.get(function)) if arguments else None
-        except (ImportError, AttributeError, KeyError, ValueError):
-            continue
-        for given in arguments or {}:
-            if known is not None and given not in known:
-                close = nearest(str(given), known, 0.5)
-                fix = f"did you mean `{close}`?" if close else "leave it out"
-                expected = f"an argument of {function}: {', '.join(known) or 'it has none'}"
-                key = f"algorithm.{name}_args.{given}"
-                yield case.config.fault(key, expected, f"`{given}`", fix)
-
-
-def _parameters(kind: type) -> list[str] | None:
-    """What a class is made with, those that it hands on to its bases included; None: anything."""
-    names: list[str] = []
-    for base in kind.__mro__:
-        if "__init__" not in vars(base) or base is object:
-            continue
-        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
-        named = [item.name for item in parameters if item.kind is not item.VAR_KEYWORD]
-        names += [name for name in named if name not in ("self", "backend", *names)]
-        if len(named) == len(parameters):
-            return names
-    return None
-
-
 # --- What a run needs ---------------------------------------------------------------------------
 
 
-def _needed_switches(case: Case) -> Found:
+def _needs(case: Case) -> Found:
+    """Switches, an algorithm that fits the mode, something to evaluate, a monitor, a prompt."""
+    config, mode = case.config, case.config.mode
     for name in ("enable_history", "enable_openai_api"):
         key = f"explorer.rollout_model.{name}"
-        if case.config.positions.given(key) and not value_of(case.config, key):
-            expected = "true: recorded calls are trained on, and functions call this API"
-            yield case.config.fault(key, expected, "false", f"{name}: true")
-
-
-def _algorithm_of_mode(case: Case) -> Found:
-    config, kind = case.config, case.config.algorithm.algorithm_type
-    of_data, key = config.mode == "train", "algorithm.algorithm_type"
-    if not of_data and kind in FROM_DATA:
-        expected = f"an algorithm that learns from rollouts (mode: {config.mode})"
-        fix = "mode: train, or algorithm_type: multi_step_grpo"
-        yield config.fault(key, expected, f"{kind!r}, which learns from a data set alone", fix)
-    elif of_data and kind not in FROM_DATA and config.engine == "local":
-        expected = f"one of {', '.join(FROM_DATA)}: `mode: train` learns from a data set alone"
-        fix = "algorithm_type: sft, or mode: both to learn from rollouts"
-        yield config.fault(key, expected, repr(kind), fix)
-
-
-def _tasksets(case: Case) -> Found:
-    config, inputs = case.config, case.config.buffer.explorer_input
-    if inputs.taskset and inputs.tasksets:
-        expected, fix = "either `taskset` or `tasksets`", "move `taskset` into the list `tasksets`"
-        yield config.fault("buffer.explorer_input.tasksets", expected, "both", fix)
-    if not inputs.taskset and not inputs.tasksets and config.mode not in WITHOUT_TASKS:
-        fix = "add below buffer.explorer_input: taskset: {name: train, path: data/train.jsonl}"
-        key = "buffer.explorer_input.taskset"
-        yield config.fault(key, "a task set to train on", "none", fix)
-    names: dict[str, str] = {}
-    for key, taskset, held_out in user_tasksets(config):
-        if not is_file(taskset) and str(taskset.storage_type).lower() != "sql":
-            found, fix = repr(taskset.storage_type), "storage_type: file"
-            yield config.fault(f"{key}.storage_type", "file or sql", found, fix)
-        else:
-            yield from check_paths(config, key, taskset)
-        if held_out and taskset.repeat_times < 1:
-            found, fix = str(taskset.repeat_times), "repeat_times: 1"
-            yield config.fault(f"{key}.repeat_times", "1 or more", found, fix)
-        repeated = held_out and taskset.name and taskset.name in names
-        if repeated or "/" in taskset.name or taskset.name in (".", ".."):
-            expected = "a name of its own, without slashes"
-            yield config.fault(f"{key}.name", expected, repr(taskset.name), "name: held_out_2")
-        names.setdefault(taskset.name, key)
-        if taskset.format.workflow_key:
-            expected, fix = "one workflow function for all rows", "remove workflow_key"
-            found = repr(taskset.format.workflow_key)
-            yield config.fault(f"{key}.format.workflow_key", expected, found, fix)
-    ours = (None, "", ADAPTER, "agentscope_workflow_adapter", "agentscope_workflow_adapter_v1")
-    typed = [f"{key}.default_workflow_type" for key, *_ in user_tasksets(config)]
-    typed += [f"buffer.explorer_input.default_{name}workflow_type" for name in ("", "eval_")]
-    flat = config.flatten()
-    for key in typed:
-        if flat[key] not in ours:
-            fix = "remove the line and name your function with `workflow: path/file.py:function`"
-            expected = "our adapter, which is set by itself"
-            yield config.fault(key, expected, repr(flat[key]), fix)
+        if config.positions.given(key) and not value_of(config, key):
+            yield config.wrong(key, "true: training needs what it records", f"{name}: true")
+    of_data, from_data = mode == "train", config.algorithm.algorithm_type in FROM_DATA
+    if of_data != from_data and (
+        (of_data and config.engine == "local") or (from_data and mode in _WITH_ROLLOUTS)
+    ):
+        expected = f"{' or '.join(FROM_DATA)}, which learn from a data set, with `mode: train` only"
+        fix = "mode: train with algorithm_type: sft, or mode: both with multi_step_grpo"
+        yield config.wrong("algorithm.algorithm_type", expected, fix)
+    for fault in reward_faults(config.rewards):
+        yield replace(fault, where=config.positions.where(fault.where))
+    kind, key = config.monitor.monitor_type, "monitor.monitor_type"
+    known = ("tensorboard", "wandb", "mlflow", "swanlab")
+    if "." not in kind and kind not in known:
+        yield _unknown_name(config, key, kind, known)
+    elif kind not in ("tensorboard", MONITOR):
+        where = config.positions.where(key)
+        yield f"{where}: with {kind} the live panel and the report's curves stay empty"
+    if case.workflow is None or config.rollout.system_prompt is not None:
+        return
+    asked = inspect.signature(case.workflow).parameters.get("system_prompt")
+    if asked is not None and asked.default is asked.empty and asked.annotation in (str, "str"):
+        expected = "a text: the workflow function takes `system_prompt` and has no default for it"
+        yield config.fault("rollout.system_prompt", expected, "nothing", "system_prompt: ...")
 
 
 def _something_to_evaluate(case: Case) -> Found:
     if not case.config.buffer.explorer_input.eval_tasksets:
         key = "buffer.explorer_input.eval_tasksets"
-        fix = "buffer: {explorer_input: {eval_tasksets: [{name: held_out, path: test.jsonl}]}}"
+        fix = "eval_tasksets: [{name: held_out, path: test.jsonl}]"
         yield case.config.fault(key, "at least one held-out task set to evaluate on", "none", fix)
+
+
+def _tasksets(case: Case) -> Found:
+    config, inputs = case.config, case.config.buffer.explorer_input
+    if inputs.taskset and inputs.tasksets:
+        key, fix = "buffer.explorer_input.tasksets", "move `taskset` into the list `tasksets`"
+        yield config.fault(key, "either `taskset` or `tasksets`", "both", fix)
+    if not inputs.taskset and not inputs.tasksets and config.mode not in WITHOUT_TASKS:
+        key, fix = "buffer.explorer_input.taskset", "taskset: {name: train, path: train.jsonl}"
+        yield config.fault(key, "a task set to train on", "none", fix)
+    names: set[str] = set()
+    ours = (None, "", ADAPTER, "agentscope_workflow_adapter", "agentscope_workflow_adapter_v1")
+    typed = [f"buffer.explorer_input.default_{name}workflow_type" for name in ("", "eval_")]
+    for key, taskset, held_out in user_tasksets(config):
+        if not is_file(taskset) and str(taskset.storage_type).lower() != "sql":
+            yield config.wrong(f"{key}.storage_type", "file or sql", "storage_type: file")
+        else:
+            yield from check_paths(config, key, taskset)
+        if held_out and taskset.repeat_times < 1:
+            yield config.wrong(f"{key}.repeat_times", "1 or more", "repeat_times: 1")
+        repeated = held_out and taskset.name and taskset.name in names
+        if repeated or "/" in taskset.name or taskset.name in (".", ".."):
+            yield config.wrong(f"{key}.name", "an own name, without slashes", "name: held_out_2")
+        names.add(taskset.name)
+        typed += [f"{key}.default_workflow_type", f"{key}.format.workflow_key"]
+    for key in typed:
+        if value_of(config, key) not in ours:
+            yield config.wrong(key, "our adapter, which is set by itself", "remove the line")
 
 
 def _rows(case: Case) -> Found:
@@ -406,65 +371,29 @@ def _rows(case: Case) -> Found:
     yield from found.warnings
 
 
-def _rewards(case: Case) -> Found:
-    for fault in reward_faults(case.config.rewards):
-        yield replace(fault, where=case.config.positions.where(fault.where))
-
-
 def _lengths(case: Case) -> Found:
     config, model = case.config, case.config.model
-    for name in ("max_model_len", "max_prompt_tokens", "max_response_tokens"):
-        value = getattr(model, name)
-        if value is not None and value < 1:
-            yield config.fault(f"model.{name}", "1 or more tokens", str(value), f"{name}: 512")
-            return
-    total, prompt = model.max_model_len, model.max_prompt_tokens
-    response = model.max_response_tokens
+    total, response = model.max_model_len, model.max_response_tokens
+    prompt = model.max_prompt_tokens
+    names = ("max_model_len", "max_prompt_tokens", "max_response_tokens")
+    small = [name for name in names if (value := getattr(model, name)) is not None and value < 1]
+    for name in small:
+        yield config.wrong(f"model.{name}", "1 or more tokens", f"{name}: 512")
+    if small:
+        return
     if total is None and (prompt is None or response is None):
-        fix = "model: {max_model_len: 2048, max_response_tokens: 512}"
-        expected = "the tokens of prompt and response together"
-        yield config.fault("model.max_model_len", expected, "not set", fix)
+        key, expected = "model.max_model_len", "the tokens of prompt and response together"
+        yield config.fault(key, expected, "not set", "max_model_len: 2048")
         return
     total = prompt + response if total is None else total
-    if prompt is not None and response is not None and prompt + response > total:
-        fix = f"max_model_len: {prompt + response}"
-        expected, found = f"at most {total} together", f"{prompt} + {response} tokens"
-        yield config.fault("model.max_prompt_tokens", expected, found, fix)
-        return
-    left = total // 2 if response is None else total - response
-    if (left if prompt is None else prompt) <= 1:
-        name = "max_response_tokens" if response is not None else "max_model_len"
-        if config.positions.given("model.max_prompt_tokens"):
-            name = "max_prompt_tokens"
-        expected = f"room for a prompt of more than one token in max_model_len ({total})"
+    left = total - (total // 2 if response is None else response)
+    if (left if prompt is None else prompt) <= 1 or (response and prompt and prompt > left):
+        name = names[2] if response is not None else names[0]
+        name = names[1] if prompt is not None else name
+        expected = f"a prompt of 2 tokens or more and a response, at most {total} together"
         fix = f"max_response_tokens: {max(1, total // 2)}, or raise max_model_len"
-        yield config.fault(f"model.{name}", expected, str(getattr(model, name)), fix)
-
-
-def _monitor(case: Case) -> Found:
-    kind, key = case.config.monitor.monitor_type, "monitor.monitor_type"
-    known = ("tensorboard", "wandb", "mlflow", "swanlab")
-    if "." not in kind and kind not in known:
-        yield _unknown_name(case.config, key, kind, known)
-    elif kind not in ("tensorboard", MONITOR):
-        yield (
-            f"{case.config.positions.where(key)}: with {kind} the live panel and the report's "
-            "curves stay empty; only tensorboard writes metrics.jsonl too"
-        )
-
-
-def _system_prompt(case: Case) -> Found:
-    """A function that cannot do without a `system_prompt` needs a configured one."""
-    if case.workflow is None or case.config.rollout.system_prompt is not None:
-        return
-    asked = inspect.signature(case.workflow).parameters.get("system_prompt")
-    if asked is not None and asked.default is asked.empty and asked.annotation in (str, "str"):
-        yield case.config.fault(
-            "rollout.system_prompt",
-            "a text: the workflow function takes `system_prompt` and has no default for it",
-            "nothing",
-            "set `rollout: {system_prompt: ...}`, or give the parameter a default",
-        )
+        found = f"prompt: {prompt or left}, response: {response}"
+        yield config.fault(f"model.{name}", expected, found, fix)
 
 
 # --- Settings that are sound by themselves, together --------------------------------------------
@@ -478,60 +407,40 @@ _BY_GROUP = words(
 """Advantages that compare the rollouts of one task: one rollout has nothing to compare with."""
 
 
-def _group(case: Case) -> Found:
-    from trinity.algorithm import ALGORITHM_TYPE
-
-    algorithm, key = case.config.algorithm, "algorithm.repeat_times"
-    usual = ALGORITHM_TYPE.get(algorithm.algorithm_type).default_config()
-    compared = (algorithm.advantage_fn or usual.get("advantage_fn")) in _BY_GROUP
-    if compared and algorithm.repeat_times < 2:
-        expected = f"2 or more: {algorithm.algorithm_type} compares the rollouts of one task"
-        fix = f"{key}: {max(8, usual.get('repeat_times', 8))}"
-        yield case.config.fault(key, expected, str(algorithm.repeat_times), fix)
-
-
 def _advantage(case: Case) -> Found:
-    """An advantage function works in the explorer's pipeline or in the trainer, as its type
-    of algorithm does; Trinity asserts it once everything was started."""
+    """Whether groups are compared, and where: Trinity asserts that once everything is started."""
     from trinity.algorithm import ADVANTAGE_FN, ALGORITHM_TYPE
 
-    algorithm, key = case.config.algorithm, "algorithm.advantage_fn"
-    if not case.config.positions.given(key) or not algorithm.advantage_fn:
-        return
-    in_trainer = ALGORITHM_TYPE.get(algorithm.algorithm_type).compute_advantage_in_trainer
-    if ADVANTAGE_FN.get(algorithm.advantage_fn).compute_in_trainer() != in_trainer:
-        place = "in the trainer" if in_trainer else "from whole groups, before the trainer"
-        expected = f"one that is computed {place}, as {algorithm.algorithm_type} does"
-        fix = "remove advantage_fn: the algorithm brings its own"
-        yield case.config.fault(key, expected, repr(algorithm.advantage_fn), fix)
+    config, algorithm = case.config, case.config.algorithm
+    kind = ALGORITHM_TYPE.get(algorithm.algorithm_type)
+    usual, own = kind.default_config(), algorithm.advantage_fn
+    if (own or usual.get("advantage_fn")) in _BY_GROUP and algorithm.repeat_times < 2:
+        expected = f"2 or more: {algorithm.algorithm_type} compares the rollouts of one task"
+        fix = f"repeat_times: {max(8, usual.get('repeat_times', 8))}"
+        yield config.wrong("algorithm.repeat_times", expected, fix)
+    in_trainer = kind.compute_advantage_in_trainer
+    if own and ADVANTAGE_FN.get(own).compute_in_trainer() != in_trainer:
+        expected = f"one that is computed {'in' if in_trainer else 'before'} the trainer"
+        fix = f"remove it: {algorithm.algorithm_type} brings its own"
+        yield config.wrong("algorithm.advantage_fn", expected, fix)
 
 
-def _batch(case: Case) -> Found:
-    rows, size = training_rows(case.config), case.config.buffer.batch_size
-    if rows and size > rows and not case.config.mix:  # a mix has no end
+def _batches(case: Case) -> Found:
+    config, size = case.config, case.config.buffer.train_batch_size
+    rows, tasks = training_rows(config), config.buffer.batch_size
+    if rows and tasks > rows and not config.mix:  # a mix has no end
         expected = f"at most the {rows} rows of the training data"
-        yield case.config.fault("buffer.batch_size", expected, str(size), f"batch_size: {rows}")
-
-
-def _train_batch(case: Case) -> Found:
-    config, key = case.config, "buffer.train_batch_size"
-    size, repeats = config.buffer.train_batch_size, config.algorithm.repeat_times
-    rollouts = config.buffer.batch_size * repeats
-    if not size:
-        return
+        yield config.wrong("buffer.batch_size", expected, f"batch_size: {rows}")
+    rollouts, key = tasks * config.algorithm.repeat_times, "buffer.train_batch_size"
     known = most_calls(case.workflow) if case.workflow is not None else None
     most = rollouts * (known if known is not None else MOST_CALLS)
     interval = config.synchronizer.sync_interval
     # Between two syncs the trainer takes `interval` batches, and the explorer goes on for as
     # many steps, plus its lead, before it waits.
     if size * interval > most * (interval + config.synchronizer.sync_offset):
-        calls = f"at most {known}" if known is not None else f"even {MOST_CALLS}"
-        expected = (
-            f"at most {most}: {config.buffer.batch_size} tasks x {repeats} rollouts x {calls} calls"
-        )
-        found = f"{size}, which never fills, so that training would wait for ever"
+        expected = f"at most {most}, the calls of {rollouts} rollouts: else it never fills"
         fix = f"remove train_batch_size, or set it to {most if known else rollouts}"
-        yield config.fault(key, expected, found, fix)
+        yield config.wrong(key, expected, fix)
     elif size > rollouts and known is None:
         yield (
             f"{config.positions.where(key)}: fills only if a rollout makes "
@@ -542,42 +451,28 @@ def _train_batch(case: Case) -> Found:
 def _evaluation(case: Case) -> Found:
     config, key = case.config, "explorer.eval_interval"
     steps, interval = total_steps(config), config.explorer.eval_interval
-    given = config.positions.given(key) and not config.positions.inherited(key)
-    if given and steps is not None and interval > steps and config.mode in ("both", "colocate"):
-        expected, fix = f"at most {steps}, the steps of this run", f"{max(1, steps // 4)}"
-        yield config.fault(key, expected, str(interval), f"eval_interval: {fix}")
+    given, where = config.positions.given, config.positions.where
+    own = given(key) and not config.positions.inherited(key)
+    if own and steps is not None and interval > steps and config.mode in ("both", "colocate"):
+        fix = f"eval_interval: {max(1, steps // 4)}"
+        yield config.wrong(key, f"at most {steps}, the steps of this run", fix)
     if steps == 0 and config.mode not in ("train", "serve"):
-        found = f"0 steps: fewer rows x epochs than the batch of {config.buffer.batch_size}"
-        fix = "lower buffer.batch_size, add rows, or raise buffer.total_epochs"
-        yield config.fault("buffer.batch_size", "at least one step", found, fix)
+        expected = "at least one step: no more than rows x epochs"
+        yield config.wrong("buffer.batch_size", expected, "lower it, or raise buffer.total_epochs")
     if config.quick_eval is not None and config.engine == "trinity":
-        yield (
-            f"{config.positions.where('quick_eval')}: Trinity's own explorer evaluates on every "
-            "held-out row each time; only `engine: local` draws the sample"
-        )
+        yield f"{where('quick_eval')}: read by `engine: local` only"
     if not config.buffer.explorer_input.eval_tasksets and config.mode == "both":
         yield "no `buffer.explorer_input.eval_tasksets`: there will be no held-out score"
-    warmup = config.algorithm.optimizer.lr_warmup_steps
-    if steps and warmup >= steps:
-        yield (
-            f"{config.positions.where('algorithm.optimizer.lr_warmup_steps')}: {warmup} steps of "
-            f"warm-up in a run of {steps}: the rate never gets to {config.algorithm.optimizer.lr}"
-        )
-
-
-def _best_checkpoints(case: Case) -> Found:
-    config, key = case.config, "checkpoints.keep_best"
-    save, interval = config.trainer.save_interval, config.explorer.eval_interval
-    if not config.positions.given(key) or config.checkpoints.keep_best == 0:
-        return
-    where = config.positions.where(key)
-    if config.engine == "trinity":
-        yield f"{where}: verl keeps the newest only; `engine: local` the best too"
-    elif config.positions.given("trainer.save_interval") and save and interval % save:
-        yield (
-            f"{where}: only a step that is both saved and evaluated can be the best: let "
-            f"trainer.save_interval ({save}) divide explorer.eval_interval ({interval})"
-        )
+    warmup = "algorithm.optimizer.lr_warmup_steps"
+    if steps and value_of(config, warmup) >= steps:
+        yield f"{where(warmup)}: no shorter than the run, which has {steps} steps"
+    save, key = config.trainer.save_interval, "checkpoints.keep_best"
+    if given(key) and config.checkpoints.keep_best:
+        if config.engine == "trinity":
+            yield f"{where(key)}: verl keeps the newest only; `engine: local` the best too"
+        elif given("trainer.save_interval") and save and interval % save:
+            told = f"let trainer.save_interval ({save}) divide explorer.eval_interval ({interval})"
+            yield f"{where(key)}: only a step that is saved and evaluated can be the best: {told}"
 
 
 # --- The local engine ----------------------------------------------------------------------------
@@ -608,93 +503,57 @@ _IGNORED = words(
 """Key patterns that only concern GPUs; the local engine does not read them."""
 
 
-def _local_algorithm(case: Case) -> Found:
+def _local_settings(case: Case) -> Found:
+    import torch
     from trinity.algorithm import ALGORITHM_TYPE
 
-    config, key = case.config, "algorithm.algorithm_type"
-    kind, expected = config.algorithm.algorithm_type, "an algorithm that needs rollouts only"
-    if kind in _NEEDS_MORE:
-        fix = "algorithm_type: multi_step_grpo, or engine: trinity"
-        yield config.fault(key, expected, f"{kind!r}, which needs {_NEEDS_MORE[kind]}", fix)
-        return
-    known = kind in ALGORITHM_TYPE._default_mapping or kind in ALGORITHM_TYPE.modules
-    if known and ALGORITHM_TYPE.get(kind).use_critic:
-        fix = "algorithm_type: multi_step_grpo"
-        yield config.fault(key, expected, f"{kind!r}, which needs a critic", fix)
-
-
-def _local_settings(case: Case) -> Found:
-    config = case.config
-    yield from _values(config, _LOCAL_VALUES, " (engine: local)")
-    buffer = config.buffer.trainer_input.experience_buffer
-    if buffer is not None and buffer.replay_buffer and buffer.replay_buffer.enable:
-        key = "buffer.trainer_input.experience_buffer.replay_buffer.enable"
-        expected = "false: every step trains on its own rollouts (engine: local)"
-        yield config.fault(key, expected, "true", "enable: false")
-
-
-def _local_adapter(case: Case) -> Found:
     config, adapters = case.config, case.config.model.lora_configs
-    if adapters is None:
-        return
-    if len(adapters) != 1:
-        expected = "one adapter, or no lora_configs to train the full weights"
-        fix = "lora_configs: [{lora_rank: 16, lora_alpha: 32}]"
-        yield config.fault("model.lora_configs", expected, f"{len(adapters)} adapters", fix)
-        return
-    adapter, key = adapters[0], "model.lora_configs.0"
-    for name in ("lora_rank", "lora_alpha"):
-        if getattr(adapter, name) < 1:
-            found = str(getattr(adapter, name))
-            yield config.fault(f"{key}.{name}", "1 or more", found, f"{name}: 16")
-    for name, fix in (
-        ("path", "merge the adapter into the model and train a new one"),
-        ("exclude_modules", "name the modules to adapt in target_modules"),
-    ):
-        if getattr(adapter, name) and not adapter.is_dummy:
-            expected = "nothing: the local engine begins with a new adapter"
-            yield config.fault(f"{key}.{name}", expected, repr(getattr(adapter, name)), fix)
+    kind = config.algorithm.algorithm_type
+    needed = _NEEDS_MORE.get(kind)
+    if needed is None and kind in ALGORITHM_TYPE._default_mapping:
+        needed = "a critic" if ALGORITHM_TYPE.get(kind).use_critic else None
+    if needed and config.mode == "both":
+        expected = f"an algorithm that needs rollouts only, not {needed}"
+        fix = "algorithm_type: multi_step_grpo, or engine: trinity"
+        yield config.wrong("algorithm.algorithm_type", expected, fix)
+    yield from _values(config, _LOCAL_VALUES, " (engine: local)")
+    if adapters is not None and len(adapters) != 1:
+        fix, found = "lora_configs: [{lora_rank: 16, lora_alpha: 32}]", f"{len(adapters)} adapters"
+        yield config.fault("model.lora_configs", "one adapter, or null: all weights", found, fix)
+    elif adapters:
+        key, adapter = "model.lora_configs.0", adapters[0]
+        for name in ("lora_rank", "lora_alpha"):
+            if getattr(adapter, name) < 1:
+                yield config.wrong(f"{key}.{name}", "1 or more", f"{name}: 16")
+        for name in ("path", "exclude_modules"):
+            if getattr(adapter, name) and not adapter.is_dummy:
+                expected = "nothing: the local engine begins with a new adapter"
+                yield config.wrong(f"{key}.{name}", expected, "merge the old one into the model")
+    if config.deterministic:
+        key = "explorer.max_repeat_times_per_runner"
+        if value_of(config, key) is not None:
+            yield config.wrong(key, "null with `deterministic: true`", "remove it")
+        if config.local.dtype in ("bf16", "bfloat16"):
+            yield config.wrong("local.dtype", "fp32 with `deterministic: true`", "dtype: fp32")
+    device = config.local.device
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not there.get(device, True):
+        yield config.fault("local.device", f"a machine with {device}", "none", "device: auto")
 
 
 def _local_sampling(case: Case) -> Found:
     """Training rollouts must be drawn from the distribution whose gradient is taken."""
-    config, model = case.config, case.config.model
-    whole = model.max_model_len
-    for key, taskset, held_out in user_tasksets(config):
-        rollout, top_k = taskset.rollout_args, f"{key}.rollout_args.top_k"
-        limit = rollout.max_tokens
-        if limit is not None and (limit < 1 or (whole is not None and limit >= whole)):
-            expected = f"from 1 to less than max_model_len ({whole})"
-            fix = "remove it: model.max_response_tokens is used"
-            yield config.fault(f"{key}.rollout_args.max_tokens", expected, str(limit), fix)
-        own_top_k = rollout.top_k if config.positions.given(top_k) else None
-        for name, own, general, default in (
-            ("top_p", rollout.top_p, model.top_p, "1.0"),
-            ("top_k", own_top_k, model.top_k, "-1"),
-        ):
-            value = general if own is None else own
+    config = case.config
+    for place, _, held_out in user_tasksets(config):
+        for name, default in (("top_p", 1.0), ("top_k", -1)):
+            key = f"{place}.rollout_args.{name}"
+            unset = name == "top_k" and not config.positions.given(key)
+            if unset or value_of(config, key) is None:
+                key = f"model.{name}"
+            value = value_of(config, key)
             if not held_out and (value != 1 if name == "top_p" else value > 0):
-                place = f"model.{name}" if own is None else f"{key}.rollout_args.{name}"
-                fix = f"{name}: {default} (a held-out task set may have its own rollout_args)"
                 expected = f"{default}: training takes the gradient of the whole distribution"
-                yield config.fault(place, expected, str(value), fix)
-
-
-def _deterministic(case: Case) -> Found:
-    import torch
-
-    config, device = case.config, case.config.local.device
-    if config.deterministic:
-        key, name = "explorer.max_repeat_times_per_runner", "max_repeat_times_per_runner"
-        if value_of(config, key) is not None:
-            expected = "null with `deterministic: true`: it splits groups by who is free"
-            yield config.fault(key, expected, str(value_of(config, key)), f"{name}: null")
-        if config.local.dtype in ("bf16", "bfloat16"):
-            expected = "fp32 with `deterministic: true`"
-            yield config.fault("local.dtype", expected, config.local.dtype, "dtype: fp32")
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not there.get(device, True):
-        yield config.fault("local.device", f"a machine with {device}", "none", "device: auto")
+                yield config.wrong(key, expected, f"{name}: {default}, or another in held-out sets")
 
 
 def _unread(case: Case) -> Found:
@@ -728,48 +587,28 @@ _QUANTISING = re.compile(
 computes in 16 bits."""
 
 
-def _one_gpu(case: Case) -> Found:
-    cluster = case.config.cluster
-    if cluster.node_num == cluster.gpu_per_node == 1:
-        expected = "a GPU for the sampler and one for the trainer"
-        yield case.config.fault("mode", expected, "both, on one GPU", "mode: colocate")
-
-
-def _quantised(case: Case) -> Found:
-    """Weights asked for in 8 or 4 bits that would silently be in 16 or 32."""
-    local = case.config.engine == "local"
-    if case.config.model.tinker.enable:
+def _precision_and_gpus(case: Case) -> Found:
+    """A sampler and a trainer on one GPU; weights in 8 bits that would silently be in 16 or 32."""
+    config, local = case.config, case.config.engine == "local"
+    one_gpu = config.cluster.node_num == config.cluster.gpu_per_node == 1
+    if not local and config.mode == "both" and one_gpu:
+        yield config.fault("mode", "two GPUs or more", "both, on one GPU", "mode: colocate")
+    if config.model.tinker.enable:
         return
     asked: dict[str, Any] = {}
-    for key, value in case.config.flatten().items():
+    for key, value in config.flatten().items():
         found = _QUANTISING.match(key)
-        of_sampler = key.startswith(_SAMPLER)
-        if found and value not in (None, False) and (local or not of_sampler):
+        if found and value not in (None, False):
             asked.setdefault(found[0], value)
+    adapter = config.model.lora_configs is not None
     for key, value in asked.items():
-        expected = f"plain weights: {'the local engine' if local else 'verl'} cannot quantise them"
-        halves = "local.dtype: bf16 halves fp32, or engine: trinity (docs/recipes.md)"
-        if not local:
-            halves = (
-                "trainer.trainer_config: {actor: {fsdp_config: {model_dtype: bfloat16}}} halves"
-            )
-        found_text = f"{key.rpartition('.')[2]}: {value}"
-        yield case.config.fault(key, expected, found_text, f"remove it; {halves}")
-
-
-def _vllm_quantised(case: Case) -> Found:
-    key = f"{_SAMPLER}.quantization"
-    kind = case.config.explorer.rollout_model.extra_engine_args.get("quantization")
-    if kind is not None and case.config.model.lora_configs is None:
-        expected = "16 bits: trained weights arrive so after every step (only LoRA's base stays)"
-        fix = "remove it, or train an adapter: model: {lora_configs: [{lora_rank: 16}]}"
-        yield case.config.fault(key, expected, repr(kind), fix)
-    elif kind is not None:
-        yield (
-            f"{case.config.positions.where(key)}: the sampler's base is {kind}, the trainer's is "
-            "not: they give one answer slightly different probabilities, which the loss sees as "
-            "a policy that is a little old"
-        )
+        if not local and key.startswith(_SAMPLER) and adapter:
+            where = config.positions.where(key)
+            yield f"{where}: the trainer's base is not {value}: its probabilities differ slightly"
+        else:
+            told = f"{key.rpartition('.')[2]}: {value}"
+            expected = "weights of 16 or 32 bits: trained ones are not quantised (docs/recipes.md)"
+            yield config.fault(key, expected, told, "remove it, or train an adapter on vLLM")
 
 
 # --- The table -----------------------------------------------------------------------------------
@@ -783,14 +622,11 @@ def _models(case: Case) -> Found:
 _WITH_MODEL = (*RUNS, Purpose.EVALUATE, Purpose.ASK)
 _OF_DATA = (Purpose.EVALUATE, Purpose.HARVEST)
 _ON_GPUS = ("both", "train", "colocate")
-_WITH_ROLLOUTS = ("both", "explore", "colocate")
 
 RULES: tuple[Rule, ...] = (
     Rule(_single_values),
     Rule(_registered),
-    Rule(_function_arguments),
-    Rule(_needed_switches),
-    Rule(_algorithm_of_mode, modes=(*_WITH_ROLLOUTS, "train")),
+    Rule(_needs),
     Rule(_something_to_evaluate, (*RUNS, Purpose.EVALUATE), modes=("bench",)),
     Rule(lambda case: check_experiences(case.config), modes=("train",)),
     Rule(_tasksets),
@@ -799,28 +635,17 @@ RULES: tuple[Rule, ...] = (
     Rule(_rows, _OF_DATA),
     Rule(lambda case: check_spend(case.config, tuned=case.local_model), (*RUNS, *_OF_DATA)),
     Rule(lambda case: check_devices(case.config)),
-    Rule(_rewards),
     Rule(_lengths),
-    Rule(_monitor),
-    Rule(_system_prompt),
     Rule(_models, _WITH_MODEL),
     Rule(lambda case: check_model(case.config, policy=False), (Purpose.HARVEST,)),
     Rule(lambda case: check_writer(case.config, case.workflow)),
     Rule(lambda case: check_harvest(case.config), modes=("harvest",)),
-    Rule(_local_algorithm, modes=("both",), engine="local"),
     Rule(_local_settings, engine="local"),
-    Rule(_local_adapter, engine="local"),
     Rule(_local_sampling, engine="local"),
-    Rule(_deterministic, engine="local"),
-    Rule(_quantised, engine="local"),
+    Rule(_precision_and_gpus, engine="local"),
     Rule(_unread, engine="local"),
-    Rule(_one_gpu, modes=("both",), engine="trinity"),
-    Rule(_quantised, modes=_ON_GPUS, engine="trinity"),
-    Rule(_vllm_quantised, modes=_ON_GPUS, engine="trinity"),
-    Rule(_group, modes=_WITH_ROLLOUTS, together=True),
+    Rule(_precision_and_gpus, modes=_ON_GPUS, engine="trinity"),
     Rule(_advantage, modes=_WITH_ROLLOUTS, together=True),
-    Rule(_batch, modes=_WITH_ROLLOUTS, together=True),
-    Rule(_train_batch, modes=_WITH_ROLLOUTS, together=True),
+    Rule(_batches, modes=_WITH_ROLLOUTS, together=True),
     Rule(_evaluation, together=True),
-    Rule(_best_checkpoints, together=True),
 )

@@ -153,7 +153,7 @@ class Check:
             checked = [self.check(item, inner, f"{path}.{name}") for name, item in entries]
             return [item for item in checked if item is not WRONG]
         if is_list or (known is None and origin not in (dict, Any)):
-            fix = "begin each item with `- `, also a single one" if origin is list else None
+            fix = "begin each item with `- `" if origin is list else None
             return self._fault(path, describe(expected), kind_of(value), fix)
         kept = {}
         for name, item in entries:
@@ -191,10 +191,10 @@ class Check:
             good = value in choices
         if good or expected is Any:
             return value
-        fix = "begin each item with `- `, also a single one" if origin is list else None
+        told, fix = describe(expected), "begin each item with `- `" if origin is list else None
         if choices:
+            told = "one of " + ", ".join(choices)
             fix = f"{path.rpartition('.')[2]}: {nearest(str(value), choices) or choices[0]}"
-        told = "one of " + ", ".join(choices) if choices else describe(expected)
         return self._fault(path, told, kind_of(value), fix)
 
     def _unknown(self, parent: str, name: str, value: Any, known: dict[str, Any]) -> None:
@@ -329,24 +329,21 @@ def elsewhere(name: str, parent: str, siblings: list[str], index: Mapping[str, A
     longer = [sibling for sibling in siblings if sibling.startswith(f"{name}_")]
     if len(longer) == 1:  # `api_key_env` for `api_key`
         return prefix + longer[0]
+    top = parent.partition(".")[0] + "."
+
+    def least_deep(leaf: str) -> str:
+        paths = by_leaf[leaf]
+        return min(paths, key=lambda p: (p.count("."), "[]" in p, not p.startswith(top), p))
+
     by_leaf: dict[str, list[str]] = {}
     for path in index:
         by_leaf.setdefault(path.rpartition(".")[2], []).append(path)
     if bare in by_leaf:
-        return _least_deep(by_leaf[bare], parent)
+        return least_deep(bare)
     if bare.lower() in SYNONYMS and SYNONYMS[bare.lower()] in index:
         return SYNONYMS[bare.lower()]
     if close := nearest(name, siblings):
         return prefix + close
     if close := nearest(bare, by_leaf, 0.8):
-        return _least_deep(by_leaf[close], parent)
+        return least_deep(close)
     return None
-
-
-def _least_deep(paths: list[str], parent: str) -> str:
-    top = parent.partition(".")[0] + "."
-
-    def distance(path: str) -> tuple[int, bool, bool, str]:
-        return path.count("."), "[]" in path, not path.startswith(top), path
-
-    return min(paths, key=distance)

@@ -79,13 +79,12 @@ class AflowConfig(Config, AflowSections):
     """Several runs, one after the other; see `stages.py`."""
 
     def __post_init__(self) -> None:
-        self._prepared = Prepared()
+        self._prepared: Prepared = Prepared()
 
     @property
     def prepared(self) -> Prepared:
         """What was found out about this configuration."""
-        found: Prepared = self._prepared
-        return found
+        return self._prepared
 
     @property
     def positions(self) -> KeyPositions:
@@ -110,6 +109,11 @@ class AflowConfig(Config, AflowSections):
     def fault(self, key: str, expected: str, found: str, fix: str) -> Fault:
         """A fault of the setting `key`, with the place where it was written."""
         return Fault(self.positions.where(key), expected, found, fix)
+
+    def wrong(self, key: str, expected: str, fix: str) -> Fault:
+        """As `fault`; what was found is the value of `key`."""
+        value = value_of(self, key)
+        return self.fault(key, expected, repr(getattr(value, "value", value)), fix)
 
     def note_command(
         self, path: str | Path, overrides: Sequence[str], inline: bool | None = None
@@ -142,6 +146,13 @@ class AflowConfig(Config, AflowSections):
             return flat
         finally:
             self._prepared = found
+
+
+def value_of(config: Any, key: str) -> Any:
+    """The value under a dotted key path; None below a section that is not there."""
+    for part in key.split("."):
+        config = config[int(part)] if isinstance(config, list) else getattr(config, part, None)
+    return config
 
 
 def words(text: str) -> tuple[str, ...]:

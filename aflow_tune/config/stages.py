@@ -21,8 +21,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from trinity.common.config import AlgorithmConfig
-
 from aflow_tune.config.settings import AflowConfig, Prepared, StageSection
 from aflow_tune.errors import Fault
 from aflow_tune.sections import KeyPositions
@@ -70,7 +68,7 @@ def stage_configs(config: AflowConfig) -> list[AflowConfig]:
     found = []
     # Trinity hands out the section objects of `stages` themselves: they must not be shared.
     for number, stage in enumerate(copy.deepcopy(config)):
-        positions = _stage_positions(config.positions, number, config)
+        positions = _stage_positions(config.positions, number)
         stage._prepared = Prepared(positions=positions, command=config.command)
         found.append(stage)
     return found
@@ -84,13 +82,6 @@ def parts_of(config: AflowConfig) -> tuple[list[tuple[str, AflowConfig]], list[F
     if not config.stages:
         return [("", config)], []
     stages = stage_configs(config)
-    faults = resolve_stage_paths(config, stages)
-    names = [section.stage_name for section in config.stages]
-    return list(zip(names, stages, strict=True)), faults
-
-
-def resolve_stage_paths(config: AflowConfig, stages: list[AflowConfig]) -> list[Fault]:
-    """Put folders in the place of `stage://NAME`, in every stage's experience buffer."""
     faults = []
     folder = chain_folder(config)
     names = [section.stage_name for section in config.stages]
@@ -108,7 +99,7 @@ def resolve_stage_paths(config: AflowConfig, stages: list[AflowConfig]) -> list[
         expected = f"{STAGE_PATH}STAGE/FILE of an earlier stage ({', '.join(names[:number])})"
         fix = f"path: {STAGE_PATH}{names[0] if number else 'STAGE'}/sft.jsonl"
         faults.append(stage.fault(key, expected, repr(buffer.path), fix))
-    return faults
+    return list(zip(names, stages, strict=True)), faults
 
 
 def chain_folder(config: AflowConfig) -> Path:
@@ -138,37 +129,26 @@ def _merged(base: Mapping[str, Any], own: Mapping[str, Any], section: str) -> di
     return copy.deepcopy(kept)
 
 
-def _stage_positions(base: KeyPositions, number: int, config: AflowConfig) -> KeyPositions:
+def _stage_positions(base: KeyPositions, number: int) -> KeyPositions:
     prefix = f"stages.{number}"
     found = KeyPositions(base.file, base.base, stage=prefix, stage_sections=SECTIONS)
-    found.lines.update({key: base.lines[key] for key in (prefix,) if key in base.lines})
+    if prefix in base.lines:
+        found.lines[prefix] = base.lines[prefix]
     own = {
         path.removeprefix(prefix + ".")
         for place in (base.lines, base.overrides, base.arguments)
         for path in place
         if path.startswith(prefix + ".")
     }
-    stage = config.stages[number].algorithm
-    # Keys of the top level that say nothing about this stage.
-    dropped = {path for path in own if f"{path}.0" in own or f"{path}.0" in base.lines}
-    if stage is not None and stage.algorithm_type != config.algorithm.algorithm_type:
-        names = {item.name for item in fields(AlgorithmConfig)}
-        dropped |= {f"algorithm.{name}" for name in names - {*_KEPT_WITH_ANOTHER_ALGORITHM}}
-    for name, other in _OTHER.items():
-        key = "buffer.explorer_input."
-        if key + name in own and key + other not in own:
-            dropped.add(key + other)
+    # Items of lists that the stage has anew say nothing about it.
+    lists = [path for path in own if f"{path}.0" in own or f"{path}.0" in base.lines]
     for name in ("lines", "overrides", "arguments", "raw"):
-        places, target = getattr(base, name), getattr(found, name)
-        for path, place in places.items():
-            below = any(path == key or path.startswith(key + ".") for key in dropped)
-            if not path.startswith("stages") and not below:
-                target[path] = place
-        for path, place in places.items():
-            if path.startswith(prefix + "."):
-                key = path.removeprefix(prefix + ".")
-                for others in (found.lines, found.overrides, found.arguments):
-                    others.pop(key, None)
-                target[key] = place
+        for path, place in getattr(base, name).items():
+            key = path.removeprefix(prefix + ".")
+            anew = key in own or any(key.startswith(one + ".") for one in lists)
+            if key != path:
                 found.shown[key] = path
+                getattr(found, name)[key] = place
+            elif not path.startswith("stages") and not anew:
+                getattr(found, name)[path] = place
     return found

@@ -1,10 +1,15 @@
-"""Where a task set's rows are: found on disk for checking, laid out for Trinity's reader.
+"""Task sets: where their rows are, found for checking and laid out for Trinity's reader; mixes.
 
 Trinity reads a task set of `storage_type: file` with `datasets.load_dataset(path, subset_name,
 split)`: a hub id or a folder, never a plain file. We also take a file: at launch it is linked
 into a folder of the run under the name that makes it the split. Files whose rows are of several
-sources, and those of a mix, are read by our `RowsReader`. Looking fetches nothing; a hub data
-set is read from the local cache or not at all.
+sources are read by our `RowsReader`. Looking fetches nothing; a hub data set is read from the
+local cache or not at all.
+
+A mix (`mix:`) gives each source its share of every training batch. A source is a training task
+set, by its name, or the rows that say `source: NAME`, as `aflow-tune data prepare` writes them.
+Only when the run starts do the task sets become one, read by `readers.MixReader`. Which items a
+batch holds is decided in `aflow_tune.data.mix`.
 """
 
 from __future__ import annotations
@@ -13,15 +18,21 @@ import difflib
 import os
 import re
 import shutil
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 
-from trinity.common.config import ExperienceBufferConfig, TasksetConfig
+from trinity.common.config import DataSelectorConfig, ExperienceBufferConfig, TasksetConfig
 
 from aflow_tune.config.settings import AflowConfig
 from aflow_tune.data.checks import sources
+from aflow_tune.data.mix import DEFAULT_SHARES, KINDS, default_shares, exact_shares, kind_of
 from aflow_tune.data.rows import Table, file_format, read_table
 from aflow_tune.engines.local.models import BUNDLED
+from aflow_tune.errors import Fault
+from aflow_tune.files import write_json
 from aflow_tune.find_ray import find_ray, uses_ray
 from aflow_tune.shipping import arrived
 
@@ -31,6 +42,10 @@ WITHOUT_TASKS = ("train", "bench", "serve")
 """Modes that read no training task set."""
 
 ROWS_READER = "aflow_tune.engines.trinity.readers.RowsReader"
+MIX_READER = "aflow_tune.engines.trinity.readers.MixReader"
+FIXED_SAMPLE = "aflow_tune.engines.trinity.readers.FixedSample"
+_SHARED = ("rollout_args", "workflow_args", "reward_fn_args", "format")
+"""What all task sets of a mix have in common, as they become one."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _FILE_SPLIT = "train"
 _ROLLOUT_ARGS = ("temperature", "top_p", "top_k", "logprobs")
@@ -83,19 +98,22 @@ def locate(config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig)
         return Located("other")
     arrival = arrived()  # in a submitted job a path may have travelled
     moved = None if arrival is None else arrival.relocated(os.path.expanduser(name))
-    own = [base / Path(name).expanduser() for base in _bases(config)]
+    bases = [Path(), *([] if config.positions.base is None else [config.positions.base])]
+    own = [base / Path(name).expanduser() for base in bases]
     for path in own if moved is None else [Path(moved), *own]:
         if path.is_file():
-            return _locate_file(Path(os.path.abspath(path)))
+            path = Path(os.path.abspath(path))
+            if file_format(path) is None:
+                fix = "save the rows as .jsonl, .json, .csv or .parquet"
+                return Located("file", path, fault="a file of unknown format", fix=fix)
+            return Located("file", path, [path])
         if path.is_dir():
             return _locate_folder(Path(os.path.abspath(path)), taskset)
     if not looks_local(config, name) and not file_format(Path(name)):
         return _locate_hub(name, taskset)
-    near: list[str] = []
-    for base in _bases(config):
-        folder = (base / Path(name).expanduser()).parent
-        names = [item.name for item in folder.iterdir()] if folder.is_dir() else []
-        near += difflib.get_close_matches(Path(name).name, names, n=2, cutoff=0.5)
+    folders = [path.parent for path in own if path.parent.is_dir()]
+    names = [item.name for folder in folders for item in folder.iterdir()]
+    near = difflib.get_close_matches(Path(name).name, names, n=2, cutoff=0.5)
     fix = f"check the path; there is {', '.join(dict.fromkeys(near))}" if near else "check the path"
     return Located("missing", fault=f"no such file or folder: {name}", fix=fix)
 
@@ -105,7 +123,7 @@ def looks_local(config: AflowConfig, name: str) -> bool:
     if name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
         return True
     first, slash, _ = name.partition("/")
-    return bool(slash) and any((base / first).is_dir() for base in _bases(config))
+    return bool(slash) and config.positions.beside(first).is_dir()
 
 
 def read_taskset(
@@ -126,16 +144,11 @@ def training_rows(config: AflowConfig) -> int | None:
     sets: list[TasksetConfig | ExperienceBufferConfig]
     sets = [taskset for _, taskset, held_out in user_tasksets(config) if not held_out]
     if config.mode == "train":
-        if buffer is None or not buffer.path:
-            return None
-        sets = [buffer]
-    total = 0
-    for taskset in sets:
-        table = read_taskset(config, taskset)
-        if table is None or table.faults:
-            return None
-        total += table.total
-    return total
+        sets = [buffer] if buffer is not None and buffer.path else []
+    tables = [read_taskset(config, taskset) for taskset in sets]
+    read = [table for table in tables if table is not None and not table.faults]
+    missing = len(read) < len(sets) or (config.mode == "train" and not sets)
+    return None if missing else sum(table.total for table in read)
 
 
 def total_steps(config: AflowConfig) -> int | None:
@@ -144,17 +157,13 @@ def total_steps(config: AflowConfig) -> int | None:
         return None
     bounds = [steps for steps in (config.trainer.total_steps, config.buffer.total_steps) if steps]
     if not config.buffer.total_steps:
-        rows, size = training_rows(config), rows_a_step(config)
+        rows, size = training_rows(config), config.buffer.batch_size
+        size = config.buffer.train_batch_size if config.mode == "train" else size
         if rows is not None and size > 0:
             bounds.append(rows * config.buffer.total_epochs // size)
         elif not bounds:
             return None
     return min(bounds)
-
-
-def rows_a_step(config: AflowConfig) -> int:
-    """Rows of the training data that one step takes."""
-    return config.buffer.train_batch_size if config.mode == "train" else config.buffer.batch_size
 
 
 def settle_paths(config: AflowConfig) -> None:
@@ -193,14 +202,17 @@ def materialise_tasksets(config: AflowConfig, run_dir: Path | None = None) -> No
         folder = Path(config.checkpoint_job_dir) / "data" / role / taskset.name
         if not is_file(taskset) or source == folder:
             continue
-        files, part = _own_files(config, taskset, held_out), ""
-        if files:
-            taskset.storage_type = ROWS_READER
+        found, table, part = locate(config, taskset), read_taskset(config, taskset), ""
+        files: list[Path] = []
+        on_disk = found.kind in ("file", "folder") and not re.search(r"[\[+]", taskset.split)
+        mixed = table is not None and ((config.mix and not held_out) or len(sources(table)) > 1)
+        if on_disk and mixed:  # the rows have to be read as they are
+            taskset.storage_type, files = ROWS_READER, found.files
         elif source.is_file():
             files = [source]
         elif source.is_dir() and "+" not in taskset.split:
             # On every Ray alike, so that a run may go on on another one.
-            files = locate(config, taskset).files
+            files = found.files
             part = "".join(taskset.split.partition("[")[1:])
         if not files:
             continue
@@ -246,30 +258,7 @@ def link_files(files: list[Path], folder: Path, copied: bool = False) -> None:
         temporary.rename(link)
 
 
-def _own_files(config: AflowConfig, taskset: TasksetConfig, held_out: bool) -> list[Path]:
-    """The files of a task set whose rows have to be read as they are; empty for any other."""
-    found, table = locate(config, taskset), read_taskset(config, taskset)
-    if table is None or found.kind not in ("file", "folder") or re.search(r"[\[+]", taskset.split):
-        return []
-    return found.files if (config.mix and not held_out) or len(sources(table)) > 1 else []
-
-
-def _bases(config: AflowConfig) -> list[Path]:
-    base = config.positions.base
-    return [Path()] if base is None else [Path(), base]
-
-
-def _locate_file(path: Path) -> Located:
-    if file_format(path) is None:
-        fix = "save the rows as .jsonl, .json, .csv or .parquet"
-        return Located("file", path, fault=f"a file of unknown format: {path.name}", fix=fix)
-    return Located("file", path, [path])
-
-
 def _locate_folder(path: Path, taskset: TasksetConfig | ExperienceBufferConfig) -> Located:
-    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-        fix = "save it with to_json or to_parquet instead of save_to_disk"
-        return Located("folder", path, fault="a folder written by `save_to_disk`", fix=fix)
     within = path / taskset.subset_name if taskset.subset_name else path
     root = within if within.is_dir() else path
     files = sorted(
@@ -314,10 +303,8 @@ def _locate_hub(name: str, taskset: TasksetConfig | ExperienceBufferConfig) -> L
     )
     if arrow:
         return Located("hub", files=arrow)
-    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
-    cached = (hub / f"datasets--{name.replace('/', '--')}").is_dir() or prepared.is_dir()
-    state = "cached" if cached else "not on this machine, to be fetched from the hub at the start"
-    return Located("hub", warning=f"data set {name}: {state}; its rows are not checked before")
+    warning = f"data set {name}: read or fetched at the start; its rows are not checked before"
+    return Located("hub", warning=warning)
 
 
 def _split_of(path: Path) -> str | None:
@@ -328,3 +315,141 @@ def _split_of(path: Path) -> str | None:
             if set(known) & set(words):
                 return split
     return None
+
+
+# --- Mixes ----------------------------------------------------------------------------------------
+
+
+def shares_of(config: AflowConfig) -> dict[str, Fraction]:
+    """The share of each source of `config.mix`, as written or by the default recipe.
+
+    Raises ValueError: the shares are no shares, or the recipe has none for a source."""
+    written = {name: source.ratio for name, source in config.mix.items()}
+    if any(ratio is not None for ratio in written.values()):
+        return exact_shares({name: ratio or 0.0 for name, ratio in written.items()})
+    kinds = {name: kind_of(name, source.benchmark) for name, source in config.mix.items()}
+    if None in kinds.values():
+        raise ValueError("a source without a share is of no kind that the default recipe knows")
+    return default_shares({name: str(kind) for name, kind in kinds.items()})
+
+
+def benchmarks_of(config: AflowConfig) -> dict[str, str]:
+    """The benchmark of each source, where it is given or is the source's own name."""
+    found = {}
+    for name, source in config.mix.items():
+        own = name if name in KINDS and name not in DEFAULT_SHARES else None
+        if benchmark := source.benchmark or own:
+            found[name] = benchmark
+    return found
+
+
+def fields_of_mix(config: AflowConfig) -> tuple[str, ...]:
+    """The fields that every row of the training data gets from the mix."""
+    if not config.mix:
+        return ()
+    return ("source", "benchmark") if len(benchmarks_of(config)) == len(config.mix) else ("source",)
+
+
+def merge_mix(config: AflowConfig, run_dir: Path) -> None:
+    """Make the training task sets one, read in batches of the configured shares.
+
+    To be called last: on a prepared configuration with its task sets laid out.
+    """
+    if not config.mix:
+        return
+    inputs = config.buffer.explorer_input
+    place = run_dir / "data" / "mix.json"
+    keys = ("name", "storage_type", "path", "split", "subset_name")
+    content = {
+        "seed": config.seed,
+        "shares": {name: str(share) for name, share in shares_of(config).items()},
+        "benchmarks": benchmarks_of(config),
+        "tasksets": [{key: getattr(one, key) for key in keys} for one in inputs.tasksets],
+    }
+    write_json(place, content)
+    merged = {"name": "mix", "storage_type": MIX_READER, "path": str(place)}
+    selector = DataSelectorConfig()
+    inputs.tasksets = [replace(inputs.tasksets[0], **merged, data_selector=selector)]
+
+
+def quick_tasksets(config: AflowConfig, step: int) -> list[TasksetConfig]:
+    """The held-out task sets to evaluate the weights of `step` on.
+
+    The first and the last evaluation, which are compared, use every row; those between them the
+    fixed sample of `quick_eval` rows, if that is set.
+    """
+    tasksets = config.buffer.explorer_input.eval_tasksets
+    size, last = config.quick_eval, config.trainer.total_steps
+    if size is None or step == 0 or (last is not None and step >= last):
+        return tasksets
+    selector = DataSelectorConfig(FIXED_SAMPLE, seed=config.seed, kwargs={"size": size})
+    return [replace(taskset, data_selector=selector) for taskset in tasksets]
+
+
+def check_mix(config: AflowConfig) -> list[Fault]:
+    """What is wrong with `mix:` and with the task sets that it names."""
+    if not config.mix:
+        return []
+    ratios, faults = {name: source.ratio for name, source in config.mix.items()}, []
+    given = any(ratio is not None for ratio in ratios.values())
+    for name, ratio in ratios.items():
+        if ratio is None and (given or kind_of(name, config.mix[name].benchmark) is None):
+            expected = f"a `ratio` for each source, or else a `benchmark` of {', '.join(KINDS)}"
+            faults.append(config.fault(f"mix.{name}", expected, "no ratio", "{ratio: 0.5}"))
+        elif ratio is not None and not 0 < ratio <= 1:
+            faults.append(config.wrong(f"mix.{name}.ratio", "above 0, at most 1", "ratio: 0.4"))
+    if given and not faults:
+        try:
+            shares_of(config)
+        except ValueError as error:
+            faults.append(config.fault("mix", "ratios that are 1", str(error), "change them"))
+    return [*faults, *_check_sources(config), *_check_alike(config)]
+
+
+def _check_sources(config: AflowConfig) -> Iterable[Fault]:
+    """Every source has rows, and every row a source."""
+    mix, unread = config.mix, False
+    named: Counter[str] = Counter()
+    known: list[str] = []
+    for key, taskset, held_out in user_tasksets(config):
+        if held_out or not taskset.path:
+            continue
+        name = taskset.name or "train"
+        known.append(name)
+        if name in mix:
+            named[name] += 1
+            if named[name] == 2:
+                yield config.fault(f"{key}.name", "a name of its own", repr(name), f"{name}_2")
+            continue
+        table = read_taskset(config, taskset)
+        if table is None or table.faults:
+            unread = True
+            continue
+        rows = Counter(str(row.get("source", "no source")) for row in table.rows)
+        named.update(rows)
+        known += rows
+        strange = [f"{source} ({count})" for source, count in rows.items() if source not in mix]
+        if strange:
+            expected = f"{name!r}, or each `source` of its rows, as a source in `mix`"
+            found = "rows of " + ", ".join(strange[:4])
+            yield config.fault(f"{key}.name", expected, found, "give it a share")
+    for name in mix:
+        if not named[name] and not unread:
+            expected = f"the name of a training task set, or a `source` of its rows: {known}"
+            yield config.fault(f"mix.{name}", expected, repr(name), "correct the name")
+
+
+def _check_alike(config: AflowConfig) -> Iterable[Fault]:
+    """Settings of single task sets that a mix cannot follow."""
+    training = [(key, taskset) for key, taskset, held_out in user_tasksets(config) if not held_out]
+    for key, taskset in training:
+        kind = (taskset.task_selector or taskset.data_selector).selector_type
+        if kind not in (None, "sequential"):
+            place, expected = f"{key}.data_selector.selector_type", "none: a mix shuffles by itself"
+            yield config.fault(place, expected, repr(kind), "remove data_selector")
+        if not is_file(taskset):
+            yield config.wrong(f"{key}.storage_type", "file", "storage_type: file")
+        for name in _SHARED:
+            if getattr(taskset, name) != getattr(training[0][1], name):
+                expected, found = f"one `{name}` for all of a mix", "another than in the first"
+                yield config.fault(f"{key}.{name}", expected, found, "make them equal")

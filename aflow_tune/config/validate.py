@@ -59,8 +59,8 @@ class ValidationReport:
             parts.append("\n".join(["warnings:", *(f"  - {text}" for text in self.warnings)]))
         if self.faults:
             listed = "\n".join(f"{number}. {fault}" for number, fault in enumerate(self.faults, 1))
-            count = "one fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
-            parts.append(f"{listed}\n\n{self.path}: {count}; nothing was started")
+            count = len(self.faults)
+            parts.append(f"{listed}\n\n{self.path}: {count} fault(s); nothing was started")
         else:
             parts.append(f"{self.path}: valid; nothing was started")
         return "\n\n".join(parts)
@@ -72,38 +72,39 @@ def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationRepor
     Never raises for a bad input: what is wrong is in the report's faults.
     """
     report = ValidationReport(str(path))
-    try:
-        config, faults = read_config(path, overrides)
-    except BadInput as error:
-        report.add(_faults_of(error))
+    with _collected(report.faults):
+        report.config, faults = read_config(path, overrides)
+    if report.config is None:
         return report
+    config = report.config
     parts, misplaced = parts_of(config)
-    report.config, report.faults = config, [*faults, *misplaced]
+    report.faults += [*faults, *misplaced]
     workflow: Function | None = None
     judge: Function | None = None
-    try:
+    with _collected(report.faults):
         if any(needs_workflow(part) for _, part in parts):
             workflow, judge = resolve_functions(config)
             check_functions(workflow, judge)
-    except BadInput as error:
-        report.faults += _faults_of(error)
-    try:
+    with _collected(report.faults):
         check_run_prompts(config)
-    except BadInput as error:
-        report.faults += [fault for fault in error.faults if fault not in report.faults]
     for name, part in parts:
         found = check_part(part, workflow, judge, path, settings=not faults)
         report.engine = report.engine or found.engine
-        if name:
-            report.stages.append((name, found))
-        else:
-            report.changes = found.changes
+        report.stages.append((name, found))
         report.add(found.faults, found.warnings)
+    if not config.stages:
+        report.changes, report.stages = report.stages[0][1].changes, []
     return report
 
 
-def _faults_of(error: BadInput) -> Sequence[Fault]:
-    return error.faults or [Fault("configuration", "valid input", error.title, "correct it")]
+@contextlib.contextmanager
+def _collected(faults: list[Fault]) -> Iterator[None]:
+    """Add the faults of a refusal in this block to `faults`."""
+    try:
+        yield
+    except BadInput as error:
+        told = error.faults or [Fault("configuration", "valid input", error.title, "correct it")]
+        faults += [fault for fault in told if fault not in faults]
 
 
 def check_part(
@@ -121,11 +122,9 @@ def check_part(
     """
     report = ValidationReport(str(path), config)
     if settings:
-        try:
+        with _collected(report.faults):
             report.engine = choose_engine(config)
             report.changes = prepare(config, Purpose.CHECK, workflow=workflow)
-        except BadInput as error:
-            report.faults += _faults_of(error)
         engine = report.engine[0] if report.engine is not None else None
         address = check_address(config, engine)
         report.faults += [fault for fault in address if fault not in report.faults]
@@ -164,28 +163,27 @@ def resolve_functions(config: AflowConfig) -> tuple[Function, Function | None]:
     named = [key for key, value in ways.items() if value]
     if len(named) != 1:
         expected = (
-            "one of `workflow: path/file.py:function`, `workflow: module:function`, "
+            "one of `workflow: path/file.py:function` (or module:function), "
             "`graph: {path: FOLDER}`, and `writer: {executor: ROLE}`"
         )
         found = " and ".join(named) or "none of them"
         fix = "keep one of them" if named else "add one, or pass the function to tune()"
         fault = config.fault(named[0] if named else "workflow", expected, found, fix)
         raise BadInput("The configuration does not name one workflow function.", [fault])
-    if config.graph.path:
-        workflow: Function = _graph_workflow(config)
-    elif config.writer.executor:
-        workflow = _writer_workflow(config)
+    if config.workflow:
+        workflow = _resolve(config, "workflow", config.workflow)
     else:
-        workflow = _resolve(config, "workflow", str(config.workflow))
+        from aflow_tune.operators import load_operators
+
+        make = _graph_workflow if config.graph.path else _writer_workflow
+        workflow = make(config, load_operators(config.operators, config.positions.base))
     return workflow, _resolve(config, "judge", config.judge) if config.judge else None
 
 
 def check_run_prompts(config: AflowConfig) -> None:
     """Load the run's `operators:`, and hold its `prompts:` against them.
 
-    Raises:
-        BadInput: with every operator that is none, or every prompt that does not fit.
-    """
+    Raises BadInput: with every operator that is none, or every prompt that does not fit."""
     if not config.prompts and not config.operators:
         return
     from aflow_tune.operators import OPERATORS, check_prompts, load_operators
@@ -207,13 +205,11 @@ def prepare_harvest(config: AflowConfig) -> tuple[Any, Path]:
     Raises:
         BadInput: with every fault of the sections, the task sets and the models.
     """
-    workflow, faults = None, []
-    if config.writer.executor:
-        try:
+    workflow, faults = None, list[Fault]()
+    with _collected(faults):
+        if config.writer.executor:
             check_run_prompts(config)
             workflow = resolve_functions(config)[0]
-        except BadInput as error:
-            faults = list(error.faults)
     prepare(config, Purpose.HARVEST, workflow=workflow, faults=faults)
     assert workflow is not None  # without an executor `check_harvest` refuses
     return workflow, Path(config.get_checkpoint_job_dir()) / "harvested"
@@ -236,9 +232,8 @@ def _resolve(config: AflowConfig, key: str, reference: str) -> Function:
     return function
 
 
-def _graph_workflow(config: AflowConfig) -> Function:
+def _graph_workflow(config: AflowConfig, operators: Any) -> Function:
     from aflow_tune.graph.workflow import workflow_from_config
-    from aflow_tune.operators import load_operators
 
     section, beside = config.graph, config.positions.beside
     score = _resolve(config, "graph.score", section.score) if section.score else None
@@ -249,15 +244,14 @@ def _graph_workflow(config: AflowConfig) -> Function:
             config.models,
             path=path,
             test_cases=beside(section.test_cases) if section.test_cases else None,
-            operators=load_operators(config.operators, config.positions.base),
+            operators=operators,
             score=score,
             judged=bool(config.judge),
             where=config.positions.where,
         )
 
 
-def _writer_workflow(config: AflowConfig) -> Function:
-    from aflow_tune.operators import load_operators
+def _writer_workflow(config: AflowConfig, operators: Any) -> Function:
     from aflow_tune.writer.workflow import AuxiliaryModel, writer_from_config
 
     section, beside, model = config.writer, config.positions.beside, config.model
@@ -274,7 +268,7 @@ def _writer_workflow(config: AflowConfig) -> Function:
         section,
         config.models,
         auxiliary=auxiliary,
-        operators=load_operators(config.operators, config.positions.base),
+        operators=operators,
         score=_resolve(config, "writer.score", section.score) if section.score else None,
         test_cases=beside(section.test_cases) if section.test_cases else None,
         prompt=beside(section.prompt) if section.prompt else None,

@@ -21,7 +21,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, overload
@@ -61,14 +60,6 @@ def workflow(function: Any = None, *, name: str | None = None) -> Any:
     return mark if function is None else mark(function)
 
 
-@dataclass(frozen=True)
-class Marked:
-    """One function that `@workflow` marked."""
-
-    name: str
-    function: Callable[..., Any]
-
-
 def resolve(spec: str, base_dir: Path | None = None) -> Any:
     """The callable that `spec` names.
 
@@ -87,19 +78,26 @@ def resolve(spec: str, base_dir: Path | None = None) -> Any:
         place, name = name, ""
     is_file = place.endswith(".py") or "/" in place or "\\" in place
     module = _load_file(spec, place, base_dir) if is_file else _import(spec, place, base_dir)
-    marked, known = discover(module), _functions(module)
+    marked = discover(module)
+    known = [
+        key
+        for key, value in vars(module).items()
+        if inspect.isroutine(value)
+        and getattr(value, "__module__", None) == module.__name__
+        and not key.startswith("_")
+    ]
     if not name:
         if len(marked) == 1:
-            return marked[0].function
-        found = ", ".join(one.name for one in marked) or "none"
+            return marked[0][1]
+        found = ", ".join(marked_as for marked_as, _ in marked) or "none"
         fix = f"name one: `{place}:{known[0] if known else 'function'}`"
         raise _refused(spec, "one function marked with @workflow", found, fix)
     target: Any = module
     for part in name.split("."):
         if not hasattr(target, part):
-            for one in marked:
-                if one.name == name:
-                    return one.function
+            for marked_as, function in marked:
+                if marked_as == name:
+                    return function
             break
         target = getattr(target, part)
     else:
@@ -111,35 +109,17 @@ def resolve(spec: str, base_dir: Path | None = None) -> Any:
     raise _refused(spec, f"a function `{name}`", listed, fix)
 
 
-def discover(source: ModuleType | Path | str) -> list[Marked]:
-    """The functions that `@workflow` marks in a module or file, in the order of its names.
+def discover(module: ModuleType) -> list[tuple[str, Callable[..., Any]]]:
+    """The functions that `@workflow` marks in a module, with their names, in its order.
 
     What the module only imports from elsewhere is left out.
-
-    Raises:
-        BadInput: the file cannot be loaded.
     """
-    module = source
-    if not isinstance(module, ModuleType):
-        module = _load_file(str(source), str(source), None)
-    found: dict[int, Marked] = {}
+    found: dict[int, tuple[str, Callable[..., Any]]] = {}
     for value in vars(module).values():
         mark = inspect.getattr_static(value, _MARK, None)
         if isinstance(mark, tuple) and mark[1] == module.__name__:
-            found.setdefault(id(value), Marked(mark[0], value))
+            found.setdefault(id(value), (mark[0], value))
     return list(found.values())
-
-
-def _functions(module: ModuleType) -> list[str]:
-    """The public functions that a module itself defines."""
-    return [
-        key
-        for key, value in vars(module).items()
-        if callable(value)
-        and getattr(value, "__module__", None) == module.__name__
-        and not inspect.isclass(value)
-        and not key.startswith("_")
-    ]
 
 
 def _load_file(spec: str, place: str, base_dir: Path | None) -> ModuleType:

@@ -129,7 +129,7 @@ class _Parameter(NamedTuple):
     """Whether one member of the annotation's union takes what is passed."""
 
 
-class _Contract(NamedTuple):
+class Contract(NamedTuple):
     noun: str
     essential: dict[str, _Parameter]
     optional: dict[str, _Parameter]
@@ -179,7 +179,7 @@ _SHARED = {
         lambda member, _: _name(member) == "Logger",
     ),
 }
-WORKFLOW = _Contract(
+WORKFLOW = Contract(
     "workflow",
     {
         "task": _TASK,
@@ -197,7 +197,7 @@ WORKFLOW = _Contract(
     },
     ("float", "WorkflowOutput"),
 )
-JUDGE = _Contract(
+JUDGE = Contract(
     "judge",
     {"task": _TASK, "response": _Parameter("any type", "response", lambda *_: True)},
     _SHARED,
@@ -281,18 +281,11 @@ class Checked:
     """`file:line: name`."""
 
 
-def check_workflow(function: Callable[..., Any]) -> Checked:
-    """Check a workflow function.
+def check_function(function: Callable[..., Any], contract: Contract | None = None) -> Checked:
+    """Check one function against `WORKFLOW` (the default) or `JUDGE`.
 
-    Raises:
-        BadInput: with every fault of the function; each gives the corrected `def` line.
-    """
-    return _Check(function, WORKFLOW).run()
-
-
-def check_judge(function: Callable[..., Any]) -> Checked:
-    """Check a judge function. Raises as `check_workflow`."""
-    return _Check(function, JUDGE).run()
+    Raises BadInput: with every fault of the function; each gives the corrected `def` line."""
+    return _Check(function, contract or WORKFLOW).run()
 
 
 def check_functions(
@@ -300,17 +293,15 @@ def check_functions(
 ) -> tuple[Checked, Checked | None]:
     """Check a workflow, its judge, and that they fit together.
 
-    Raises:
-        BadInput: with every fault of both functions.
-    """
+    Raises BadInput: with every fault of both functions."""
     errors: list[BadInput] = []
     checked: list[Checked] = []
-    for function, contract in ((workflow, WORKFLOW), (judge, JUDGE)):
-        if function is not None or contract is WORKFLOW:
-            try:
-                checked.append(_Check(function, contract).run())
-            except BadInput as error:
-                errors.append(error)
+    functions = [(workflow, WORKFLOW), *([] if judge is None else [(judge, JUDGE)])]
+    for function, contract in functions:
+        try:
+            checked.append(check_function(function, contract))
+        except BadInput as error:
+            errors.append(error)
     if errors:
         faults = [fault for error in errors for fault in error.faults]
         raise BadInput("\n".join(error.title for error in errors), faults)
@@ -331,17 +322,12 @@ def check_functions(
 class _Check:
     """One function held against one contract; collects faults and the line without them."""
 
-    def __init__(self, function: Any, contract: _Contract) -> None:
+    def __init__(self, function: Any, contract: Contract) -> None:
         self.contract = contract
         self.known = {**contract.essential, **contract.optional}
+        self.where = f"the {contract.noun} function"
         if not callable(function) or inspect.isclass(function):
-            raise BadInput.of(
-                f"This cannot be a {contract.noun}.",
-                f"the {contract.noun} function",
-                "an async function, or an object whose `__call__` is one",
-                f"{type(function).__name__}: {function!r:.80}",
-                f"pass a function `{contract.usual}`",
-            )
+            self._refuse(f"{type(function).__name__}: {function!r:.80}")
         self.layers = list(_layers(function))
         # A decorator's plain wrapper counts as async: it passes the coroutine on.
         self.is_async = any(map(inspect.iscoroutinefunction, self.layers))
@@ -361,13 +347,7 @@ class _Check:
         except (TypeError, ValueError):
             readable = False
         if not readable:
-            raise BadInput.of(
-                f"{self.name} cannot be a {contract.noun}.",
-                self.where,
-                f"an async function written in Python: `{contract.usual}`",
-                f"`{self.name}`, which is built in, compiled, a class, or hides its signature",
-                "call it from a function of your own",
-            )
+            self._refuse(f"`{self.name}`, which is built in, compiled, or hides its signature")
         partials = (layer for layer in self.layers if isinstance(layer, functools.partial))
         self.bound = {name for partial in partials for name in partial.keywords}
         parameters = self.signature.parameters.items()
@@ -375,9 +355,19 @@ class _Check:
         self.faults: list[tuple[str, str, str]] = []  # expected, found, advice
         self.renamed: dict[str, str] = {}
 
+    def _refuse(self, found: str) -> typing.NoReturn:
+        expected = f"an async function, or an object whose `__call__` is: `{self.contract.usual}`"
+        title, fix = f"This cannot be a {self.contract.noun}.", "call it from a function of yours"
+        raise BadInput.of(title, self.where, expected, found, fix)
+
     def run(self) -> Checked:
         """Raises BadInput with all faults."""
-        self._check_kind()
+        expected = f"an async function that returns once: `{self.contract.usual}`"
+        if inspect.isasyncgenfunction(self.layers[-1]):
+            self._fault(expected, "an async generator", "replace `yield` by `return`")
+        elif not self.is_async:
+            found = f"a sync function: `{self.name}` has no `async` before `def`"
+            self._fault(expected, found, "write `async def`, and `await` the calls inside")
         self._check_names()
         for name, parameter in self.parameters.items():
             self._check_type(name, parameter)
@@ -395,15 +385,8 @@ class _Check:
     def _fault(self, expected: str, found: str, advice: str) -> None:
         self.faults.append((expected, found, advice))
 
-    def _check_kind(self) -> None:
-        expected = f"an async function that returns once: `{self.contract.usual}`"
-        if inspect.isasyncgenfunction(self.layers[-1]):
-            self._fault(expected, "an async generator", "replace `yield` by `return`")
-        elif not self.is_async:
-            found = f"a sync function: `{self.name}` has no `async` before `def`"
-            self._fault(expected, found, "write `async def`, and `await` the calls inside")
-
     def _check_names(self) -> None:
+        """Arguments are passed by name: which names are missing, extra, or no names at all."""
         unknown, missing = [], [n for n in self.contract.essential if n not in self.parameters]
         for name, parameter in self.parameters.items():
             if parameter.kind in _STARS:

@@ -7,6 +7,7 @@ the files are is decided by the caller, and what makes two items the same by `le
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,13 +66,11 @@ def check_rows(table: Table) -> Findings:
             if first[0] != kind and len(found.faults) < _EXAMPLES:
                 expected = f"`{column}`: {first[0]}, as in {first[1]}"
                 fix = "give a column one type; the loader refuses mixed ones"
-                found.faults.append(Fault(place, expected, f"{kind}: {_short(value)}", fix))
+                found.faults.append(Fault(place, expected, f"{kind}: {value!s:.80}", fix))
     rare = [f"{name!r} ({count})" for name, count in columns.items() if count < len(table.rows)]
     if rare and not several:
-        names = ", ".join(rare[:_EXAMPLES])
-        found.warnings.append(
-            f"{table.source}: not every one of its {len(table.rows)} rows has {names}"
-        )
+        text = f"not every one of its {len(table.rows)} rows has {', '.join(rare[:_EXAMPLES])}"
+        found.warnings.append(f"{table.source}: {text}")
     return found
 
 
@@ -95,7 +94,8 @@ def check_fields(reads: Sequence[FieldRead], *tables: Table) -> Findings:
             for row, place in zip(part.rows, part.places, strict=True)
             if name not in row
         ]
-        columns = list(dict.fromkeys(column for part in without for column in part.columns))
+        rows = [row for part in without for row in part.rows]
+        columns = list(dict.fromkeys(column for row in rows for column in row))
         close = difflib.get_close_matches(name, columns, n=1, cutoff=0.7)
         names = ", ".join(part.source for part in without or parts)
         if len(without) < len(parts) and without:
@@ -134,7 +134,9 @@ def check_overlap(training: Sequence[Table], held_out: Sequence[Table]) -> Findi
     Equal ones are a fault; near-duplicates and repeated ones are warnings.
     """
     found = Findings()
-    near = _is_small([*training, *held_out])
+    rows = [row for table in (*training, *held_out) for row in table.rows]
+    lengths = itertools.accumulate(sum(len(str(value)) for value in row.values()) for row in rows)
+    near = len(rows) <= NEAR_ROWS and all(length <= NEAR_CHARACTERS for length in lengths)
     if not near and training and held_out:
         found.warnings.append(
             "the data is too large to be looked through for near-duplicates here: run "
@@ -158,15 +160,6 @@ def check_overlap(training: Sequence[Table], held_out: Sequence[Table]) -> Findi
                 "one, which makes the interval of the score too narrow"
             )
     return found
-
-
-def _is_small(tables: Sequence[Table]) -> bool:
-    left = NEAR_CHARACTERS
-    for row in (row for table in tables for row in table.rows):
-        left -= sum(len(str(value)) for value in row.values())
-        if left < 0:
-            return False
-    return sum(len(table.rows) for table in tables) <= NEAR_ROWS
 
 
 def _described(leaks: Leaks, *, exact: bool) -> str:
@@ -201,8 +194,3 @@ def _kind(value: Any) -> str:
         if isinstance(value, kind):
             return name
     return "an object"
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -63,9 +63,7 @@ def default_shares(kinds: Mapping[str, str]) -> dict[str, Fraction]:
 def exact_shares(written: Mapping[str, float]) -> dict[str, Fraction]:
     """Shares as written (0.4 is two fifths), scaled to be 1 together.
 
-    Raises:
-        ValueError: a share is not above 0, or they are further than `SUM_TOLERANCE` from 1.
-    """
+    Raises ValueError: a share is not above 0, or they are further than `SUM_TOLERANCE` from 1."""
     for source, share in written.items():
         if not (math.isfinite(share) and share > 0):
             raise ValueError(f"the share of {source} is {share}: it must be above 0")
@@ -139,13 +137,6 @@ class Mix:
         """After so many batches every source has exactly its share."""
         self._at, self._extra = 0, [0] * len(self.sources)
         self._orders: dict[tuple[int, int], list[int]] = {}
-
-    def counts(self, batch: int) -> dict[str, int]:
-        """How many items of each source batch `batch` holds (batches count from 0)."""
-        before, after = self._taken(batch), self._taken(batch + 1)
-        return {
-            source: after[number] - before[number] for number, source in enumerate(self.sources)
-        }
 
     def batch(self, number: int) -> list[tuple[str, int]]:
         """(source, row number) of every item of batch `number`, shuffled."""

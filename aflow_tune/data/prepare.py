@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from aflow_tune.data.leaks import NEAR, WORDS, find_leaks, fingerprint
 from aflow_tune.data.mix import apportion
 from aflow_tune.data.rows import with_source
 from aflow_tune.errors import BadInput, Fault
+from aflow_tune.files import as_line, write_whole
 
 SPLITS = ("train", "validation", "test")
 SIZES = {"train": 1000, "validation": 100, "test": 100}
@@ -72,7 +72,18 @@ def draw(
     Raises:
         BadInput: a source has too few rows; it says how many there are.
     """
-    pools, duplicates = _unique(sources, seed)
+    seen: set[bytes] = set()
+    pools: dict[str, list[Row]] = {}
+    duplicates: dict[str, int] = {}
+    for source in sources:
+        pool = pools[source.name] = []
+        for row in source.rows:
+            mark = fingerprint(row)
+            if mark not in seen:
+                seen.add(mark)
+                pool.append(with_source(row, source.name, source.benchmark))
+        duplicates[source.name] = len(source.rows) - len(pool)
+        random.Random(f"draw/{seed}/{source.name}").shuffle(pool)
     usable = {name: len(pool) for name, pool in pools.items()}
     quotas = {split: apportion(sizes[split], shares) for split in SPLITS}
     chosen: dict[str, list[Row]] = {split: [] for split in SPLITS}
@@ -112,24 +123,6 @@ def draw(
     return Drawn(chosen, duplicates, leaking, taken)
 
 
-def _unique(sources: Sequence[Source], seed: int) -> tuple[dict[str, list[Row]], dict[str, int]]:
-    """Each source's rows, shuffled, without those that were seen before."""
-    seen: set[bytes] = set()
-    pools: dict[str, list[Row]] = {}
-    duplicates: dict[str, int] = {}
-    for source in sources:
-        pool: list[Row] = []
-        for row in source.rows:
-            mark = fingerprint(row)
-            if mark not in seen:
-                seen.add(mark)
-                pool.append(with_source(row, source.name, source.benchmark))
-        duplicates[source.name] = len(source.rows) - len(pool)
-        random.Random(f"draw/{seed}/{source.name}").shuffle(pool)
-        pools[source.name] = pool
-    return pools, duplicates
-
-
 def _fill(rows: list[Row], quota: Mapping[str, int], pools: Mapping[str, list[Row]]) -> set[str]:
     """Add what is missing to `rows`, taking it off the pools. Returns the sources that ran out."""
     short = set()
@@ -158,9 +151,8 @@ def write_splits(
     Raises:
         BadInput: files are there already and `force` is not set, or nothing can be written.
     """
-    content = {
-        f"{split}.jsonl": b"".join(map(_line, rows)) for split, rows in drawn.splits.items() if rows
-    }
+    written = {split: b"".join(map(as_line, rows)) for split, rows in drawn.splits.items()}
+    content = {f"{split}.jsonl": text for split, text in written.items() if text}
     manifest = {
         "seed": seed,
         "files": {
@@ -191,37 +183,13 @@ def write_splits(
         faults = [Fault(str(path), "no file of that name", "a file", fix) for path in there]
         raise BadInput("Nothing was written.", faults)
     try:
-        return _write(folder, content)
+        # Neither the manifest, which says what the others hold, nor a split of an earlier draw
+        # may outlive the rest.
+        for path in there:
+            path.unlink(missing_ok=True)
+        for name, data in content.items():
+            write_whole(folder / name, data)
     except OSError as error:
         title, expected = "The files could not be written.", "a folder that can be written"
         raise BadInput.of(title, str(folder), expected, str(error), "another --out") from error
-
-
-def _line(row: Row) -> bytes:
-    """A row as JSON; what JSON has no form for, such as a date, becomes text."""
-    try:
-        return (json.dumps(row, ensure_ascii=False, default=str) + "\n").encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return (json.dumps(row, default=str) + "\n").encode()
-
-
-def _write(folder: Path, content: Mapping[str, bytes]) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    temporaries = {name: folder / f".{name}.{os.getpid()}.tmp" for name in content}
-    try:
-        for name, data in content.items():
-            with temporaries[name].open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        # Neither the manifest, which says what the others hold, nor a split of an earlier draw
-        # may outlive the rest.
-        for name in (MANIFEST, *(f"{split}.jsonl" for split in SPLITS)):
-            if name == MANIFEST or name not in content:
-                (folder / name).unlink(missing_ok=True)
-        for name, temporary in temporaries.items():
-            temporary.rename(folder / name)
-    finally:
-        for temporary in temporaries.values():
-            temporary.unlink(missing_ok=True)
     return [folder / name for name in content]

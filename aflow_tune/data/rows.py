@@ -59,14 +59,6 @@ class Table:
         """Whether every row was looked at."""
         return len(self.rows) == self.total
 
-    @property
-    def columns(self) -> list[str]:
-        """The columns of the rows read, in order of appearance."""
-        seen: dict[str, None] = {}
-        for row in self.rows:
-            seen.update(dict.fromkeys(row))
-        return list(seen)
-
 
 def file_format(path: Path) -> str | None:
     """`json`, `csv`, `parquet`, `arrow`, `text`, or None for a file that is no data."""
@@ -92,7 +84,8 @@ def read_table(source: str, files: list[Path], *, whole: bool = False) -> Table:
             if kind in ("parquet", "arrow"):
                 _read_columns(table, file, kind, limit, deadline)
             else:
-                with _open(file) as stream:
+                opened = gzip.open if file.suffix.lower() == ".gz" else open
+                with opened(file, "rt", encoding="utf-8-sig", newline="") as stream:
                     _read_stream(table, file, kind, stream, limit, deadline)
         except UnicodeDecodeError as error:
             found = f"bytes that are not UTF-8 ({error.reason})"
@@ -112,12 +105,6 @@ def with_source(row: Mapping[str, Any], source: str, benchmark: str | None) -> d
     if benchmark is not None:
         content["benchmark"] = benchmark
     return content
-
-
-def _open(file: Path) -> IO[str]:
-    if file.suffix.lower() == ".gz":
-        return gzip.open(file, "rt", encoding="utf-8-sig")
-    return file.open(encoding="utf-8-sig", newline="")
 
 
 def _read_stream(
@@ -153,14 +140,14 @@ def _read_stream(
             try:
                 row = json.loads(row)
             except json.JSONDecodeError as error:
-                found = f"{error.msg} at column {error.colno}: {_short(row.strip())}"
+                found = f"{error.msg} at column {error.colno}: {row.strip():.60}"
                 _fault(table, place, "one whole JSON object in a line", found)
                 continue
         if not isinstance(row, dict):
             expected = "one object a row, such as {'question': ..., 'answer': ...}"
-            _fault(table, place, expected, f"a {type(row).__name__}: {_short(row)}")
+            _fault(table, place, expected, f"a {type(row).__name__}: {row!s:.60}")
         elif None in row or (kind == "csv" and None in row.values()):
-            _fault(table, place, "as many cells as the first line has", _short(row))
+            _fault(table, place, "as many cells as the first line has", f"{row!s:.60}")
         else:
             table.rows.append(row)
             table.places.append(place)
@@ -196,8 +183,3 @@ def _read_columns(table: Table, file: Path, kind: str, limit: float, deadline: f
 def _fault(table: Table, place: str, expected: str, found: str) -> None:
     if len(table.faults) < _FAULT_LIMIT:
         table.faults.append(Fault(place, expected, found, "correct or remove this row"))
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."

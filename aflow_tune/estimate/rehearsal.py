@@ -28,11 +28,11 @@ from trinity.common.experience import Experience
 from aflow_tune.config.accounting import spend_of
 from aflow_tune.config.file_rules import awaited
 from aflow_tune.config.load import AflowConfig
-from aflow_tune.config.mixes import merge_mix
 from aflow_tune.config.tasksets import (
     experience_buffer,
     locate,
     materialise_tasksets,
+    merge_mix,
     user_tasksets,
 )
 from aflow_tune.engines.local.models import load_tokenizer

@@ -30,7 +30,7 @@ from trinity.common.config import DataSelectorConfig
 
 from aflow_tune.config.accounting import spend_of
 from aflow_tune.config.file_rules import run_folders, templates_of
-from aflow_tune.config.mixes import benchmarks_of
+from aflow_tune.config.tasksets import benchmarks_of
 from aflow_tune.data.leaks import find_leaks
 from aflow_tune.data.rows import with_source
 from aflow_tune.engines.local.models import pick_device

@@ -19,11 +19,10 @@ from aflow_tune.config.accounting import spend_of
 from aflow_tune.config.changes import fingerprint_of, render_changes, save_resolved
 from aflow_tune.config.engine import choose_engine, give_engine_settings, use_recorded
 from aflow_tune.config.load import AflowConfig
-from aflow_tune.config.mixes import merge_mix
 from aflow_tune.config.prepare import prepare
 from aflow_tune.config.quiet import log_to
 from aflow_tune.config.settings import Change
-from aflow_tune.config.tasksets import materialise_tasksets
+from aflow_tune.config.tasksets import materialise_tasksets, merge_mix
 from aflow_tune.config.validate import check_data, check_run_prompts, needs_workflow
 from aflow_tune.contract.signature import check_functions
 from aflow_tune.engines.local.checkpoint import verify_checkpoint

@@ -35,7 +35,7 @@ from trinity.utils.monitor import MONITOR
 from aflow_tune.config.accounting import stop_at_limit
 from aflow_tune.config.engine import computes_in_16_bits, sampling_speed
 from aflow_tune.config.load import AflowConfig
-from aflow_tune.config.mixes import quick_tasksets
+from aflow_tune.config.tasksets import quick_tasksets
 from aflow_tune.engines.trinity.readers import Experiences, read_all
 from aflow_tune.engines.trinity.rollout.rollout_model import InlineModel, SamplerHost
 from aflow_tune.engines.trinity.training.run_state import (

@@ -82,7 +82,7 @@ class _PlainRows(TaskFileReader):
 
 
 class MixReader(FileReader):
-    """Batches of a mix. `path` is a file that `mixes.merge_mix` wrote.
+    """Batches of a mix. `path` is a file that `tasksets.merge_mix` wrote.
 
     Its state is the number of tasks that it has handed out. It ends after `total_steps` batches, or
     after as many as the rows of all task sets together make in `total_epochs`. Raises ValueError: a

@@ -37,7 +37,7 @@ from trinity.explorer.workflow_runner import Status, WorkflowRunner
 
 from aflow_tune.config.accounting import stop_at_limit
 from aflow_tune.config.engine import computes_in_16_bits, sampling_speed
-from aflow_tune.config.mixes import quick_tasksets
+from aflow_tune.config.tasksets import quick_tasksets
 from aflow_tune.engines.trinity.rollout.operators import StepStamp
 from aflow_tune.engines.trinity.rollout.recording import load_agentscope
 from aflow_tune.engines.trinity.rollout.rollout_model import LocalRolloutModel
