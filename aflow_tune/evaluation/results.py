@@ -27,9 +27,9 @@ from aflow_tune.report.evaluation import (
     compare,
     cost,
     per_solved,
-    usage,
+    usage_of,
 )
-from aflow_tune.report.page import TONES, plain_text, render, transcript_pairs, write_page
+from aflow_tune.report.page import TONES, plain_text, write_page
 from aflow_tune.report.quantities import TRACE_METRICS
 from aflow_tune.report.records import EvalRecord
 from aflow_tune.report.statistics import Interval, mean, standard_deviation
@@ -87,7 +87,7 @@ class Cell:
             k: evaluation.pass_at(k, solved_at, failed_as_unsolved=True) for k in failed
         }
         self.solved = evaluation.solved_rollouts(solved_at)
-        self.usage = usage(records)
+        self.usage = usage_of(records)
         self.cost = cost(records, price)
         self.callers = callers(records)
         self.measures = {name: evaluation.metric_interval(name) for name in names}
@@ -400,7 +400,8 @@ def write_eval_page(path: Path, result: Result) -> Path:
     shown = {k: v for k, v in facts.items() if k not in ("tasks", "written", "score")}
     shown |= {"rollouts a task": result.samples, "solved from": f"{result.solved_at:g}"}
     compared = [difference for difference in result.differences if difference.comparison]
-    text = render(
+    return write_page(
+        path,
         "eval.html.jinja",
         title=f"Evaluation: {Path(str(facts.get('config'))).stem}",
         facts=[(name, plain_text(str(v))) for name, v in shown.items() if v is not None],
@@ -408,12 +409,10 @@ def write_eval_page(path: Path, result: Result) -> Path:
         result=result,
         rows=rows,
         charts=_charts,
-        transcripts=transcript_pairs,
         compared=compared[:2],
         written=facts.get("written"),
         folder=str(path.parent),
     )
-    return write_page(path, text)
 
 
 def _charts(cells: Sequence[Cell]) -> list[tuple[str, str, Markup]]:
@@ -433,7 +432,7 @@ def _charts(cells: Sequence[Cell]) -> list[tuple[str, str, Markup]]:
                 for cell, interval in zip(cells, intervals, strict=True)
             ]
             unit = all(0 <= interval.mean <= 1 for interval in known)
-            drawing = interval_chart(title, estimates, (0, 1) if unit else None)
+            drawing = interval_chart(title, estimates, (0, 1) if unit else ())
             drawn.append((title, f"{note}, 95% interval", Markup(drawing)))
     return drawn
 
