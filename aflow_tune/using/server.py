@@ -22,6 +22,7 @@ import hmac
 import ipaddress
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -235,7 +236,7 @@ class SolveServer:
         problem_met = task.exception()
         if problem_met is not None:
             return _told(problem_met)
-        content = _without(self.private, task.result())
+        content = _sendable(self.private, task.result())
         return _json(200, {**content, "problem": problem.text})
 
 
@@ -397,14 +398,15 @@ def _json(status: int, content: Any, headers: dict[str, str] | None = None) -> R
     return Response(text, status, headers, media_type="application/json")
 
 
-def _without(private: Mapping[str, str], value: Any) -> Any:
-    """The value with other texts in the places of private ones."""
+def _sendable(private: Mapping[str, str], value: Any) -> Any:
+    """The value with other texts in the places of private ones, and null for a number that is not
+    finite, for which JSON has no word."""
     if isinstance(value, str):
         for text, instead in private.items():
             value = value.replace(text, instead)
         return _SOCKET.sub("the connection failed", value)
     if isinstance(value, dict):
-        return {key: _without(private, item) for key, item in value.items()}
+        return {key: _sendable(private, item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without(private, item) for item in value]
-    return value
+        return [_sendable(private, item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
