@@ -27,7 +27,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -38,6 +38,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aflow_tune.engines.local.server import bound_socket
 from aflow_tune.errors import AflowTuneError, BadInput, RunFailed
@@ -74,10 +75,6 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 class SolveServer:
@@ -254,11 +251,11 @@ class Guard:
     `hosts` are the values of `Host` that are let in; None lets in all, which needs a `token`.
     """
 
-    app: Callable[[Message, Receive, Send], Awaitable[None]]
+    app: ASGIApp
     hosts: frozenset[str] | None
     token: str | None = None
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it with 401 or 403."""
         if scope["type"] != "http":
             return  # no websockets, and nothing to start or stop
@@ -279,7 +276,7 @@ class Guard:
             response = _error(*refused, {"connection": "close"})
             await response(scope, receive, with_headers)
 
-    def _refused(self, scope: Message) -> tuple[int, str] | None:
+    def _refused(self, scope: Scope) -> tuple[int, str] | None:
         """Status and reason of a request that is not let in."""
         of_name: dict[str, list[str]] = {}
         for name, value in scope["headers"]:
