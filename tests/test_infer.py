@@ -124,7 +124,6 @@ def test_code_is_scored_by_a_file_of_tests(infer: Ask, tmp_path: Path) -> None:
     [
         ("broken: 17 * 23?", {}),
         ("patience: 17 * 23?", {"models.executor.timeout": 1}),
-        ("patience: 17 * 23?", {"writer.timeout": 8}),
     ],
 )
 def test_no_answer_of_the_executor_is_exit_code_1_and_no_reward(

@@ -78,8 +78,7 @@ class RunFollower:
         self.evaluated_of: int | None = None
         self._since, self._given_sizes = since, dict(sizes or {})
         self._metrics = LineTail(run_dir / FILE_NAME)
-        self._scores: dict[tuple[str, int], dict[tuple[int, int], float | None]] = {}
-        self._records: dict[tuple[str, int], LineTail] = {}
+        self._records: dict[tuple[str, int], tuple[LineTail, dict[Any, float | None]]] = {}
         self._follows_logs = logs
         self._log_tails = {path: LineTail(path, at_end=True) for path in self._logs()}
         self._forget_metrics()
@@ -145,11 +144,10 @@ class RunFollower:
         folder = self.run_dir / FOLDER
         for step, path in record_files(folder):
             key = path.parent.relative_to(folder).as_posix(), step
-            self._records.setdefault(key, LineTail(path))
+            self._records.setdefault(key, (LineTail(path), {}))
         self.held_out, self.evaluated_now, self.evaluated_of = {}, 0, None
-        for (name, step), tail in sorted(self._records.items(), key=lambda item: item[0]):
+        for (name, step), (tail, scores) in sorted(self._records.items(), key=lambda it: it[0]):
             lines, anew = tail.read()
-            scores = self._scores.setdefault((name, step), {})
             if anew:
                 scores.clear()
             for text in lines:

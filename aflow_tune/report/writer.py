@@ -82,11 +82,6 @@ def _whole(value: Any) -> int | None:
     return int(value) if whole else None
 
 
-def _level(value: Any) -> int | None:
-    level = _whole(value)
-    return level if level in set(Level) else None
-
-
 def _key(value: Any) -> str | None:
     """A structure's key; a long one is cut and told apart by a hash."""
     if not isinstance(value, str) or len(value) <= _MOST_KEY:
@@ -116,10 +111,6 @@ def _refusals(value: Any) -> list[RefusalTold]:
     return found
 
 
-def _prompt(value: Any) -> str | None:
-    return _cut(value, _MOST_PROMPT) if isinstance(value, str) else None
-
-
 def _by(read: Callable[[Any], Any]) -> Any:
     """A field of a record, and how it is read from whatever stands there."""
     return field(metadata={"read": read})
@@ -137,11 +128,13 @@ class WriterRollout:
     task: tuple[str, int]
     reward: float | None
     valid: bool
-    level: int | None = _by(_level)
+    level: int | None = _by(lambda value: n if (n := _whole(value)) in set(Level) else None)
     problem_type: str = _by(_text(_MOST_NAME))
     problem: str = _by(_text())
     text: str = _by(_text(_MOST_PROMPT))
-    prompts: Mapping[str, str] = _by(_entries(_prompt))
+    prompts: Mapping[str, str] = _by(
+        _entries(lambda value: _cut(value, _MOST_PROMPT) if isinstance(value, str) else None)
+    )
     code: str = _by(_text(_MOST_CODE))
     refusals: Sequence[RefusalTold] = _by(_refusals)
     structure: str | None = _by(_key)
