@@ -26,7 +26,7 @@ from types import SimpleNamespace
 
 import psutil
 
-from aflow_tune.report.evaluation import first_and_last, load_evaluations, pair
+from aflow_tune.report.evaluation import compare_ends, load_evaluations, pair
 from aflow_tune.report.metrics import read_metrics, series
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +92,7 @@ def run_seed(seed: int, inline: bool, root: Path) -> Outcome:
     root, peak = run_command(CONFIG, seed, root, ["--inline"] * inline)
     total = time.time() - started
     (run_dir,) = (path.parent for path in root.glob("*/*/metrics.jsonl"))
-    (comparison,) = first_and_last(run_dir).values()
+    (comparison,) = compare_ends(load_evaluations(run_dir)).values()
     (evaluations,) = load_evaluations(run_dir).values()
     lines = read_metrics(run_dir)
     trained = [line.time for line in lines if line.role == "trainer"]

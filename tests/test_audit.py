@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_run import TASKSET, write_evaluation, write_fake_run, write_step
@@ -55,50 +56,34 @@ def test_a_rising_reward_with_a_falling_score(
     assert [words for words in told or () if words not in found[0].found] == []
 
 
-def records(answers: Sequence[str | None], rewards: Sequence[float] = ()) -> list[EvalRecord]:
-    """One run an item with these answers and rewards (1.0 where none are given)."""
-    return [
+@pytest.mark.parametrize(
+    ("check", "answers", "rewards", "told"),
+    [
+        (one_answer_dominates, ["42"] * 18 + ["1", "2"], (), "18 of 20"),
+        (one_answer_dominates, [str(n) for n in range(40)], (), None),
+        (one_answer_dominates, ["yes"] * 22 + ["no"] * 18, (), None),  # 55%: no certainty
+        (one_answer_dominates, ["42"] * (DOMINANT_ITEMS - 1), (), None),
+        (one_answer_dominates, [""] * 40, (), None),  # empty ones are another check's
+        (one_answer_dominates, [None] * 40, (), None),
+        (unearned_rewards, [""] * 5 + ["x"] * 15, [1.0] * 10 + [0.0] * 10, "5 of 10 rewarded"),
+        (unearned_rewards, [""] * 2 + ["x"] * 18, [1.0] * 20, None),
+        (unearned_rewards, [""] * 5 + ["x"] * 15, [0.05] * 5 + [1.0] * 15, None),
+        (unearned_rewards, [""] * 20, [0.0] * 20, None),
+        (unearned_rewards, ["x"] * 20, [1.0] * 10 + [0.0] * 10, None),
+    ],
+)
+def test_equal_answers_and_rewards_for_nothing(
+    check: Any, answers: list[str | None], rewards: Sequence[float], told: str | None
+) -> None:
+    """One rollout an item with these answers and rewards (1.0 where none are given)."""
+    records = [
         EvalRecord(
             step=1, taskset=TASKSET, item=item, run=0, score=1.0, answer=answer,
             reward=rewards[item] if rewards else 1.0,
         )
         for item, answer in enumerate(answers)
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("answers", "told"),
-    [
-        (["42"] * 18 + ["1", "2"], True),
-        ([str(n) for n in range(40)], False),
-        (["yes"] * 22 + ["no"] * 18, False),
-        (["42"] * (DOMINANT_ITEMS - 1), False),
-        ([""] * 40, False),
-        ([None] * 40, False),
-    ],
-    ids=["18 of 20", "all differ", "55%", "too few", "empty ones are another check's", "none"],
-)
-def test_one_answer_to_most_items(answers: list[str | None], told: bool) -> None:
-    found = one_answer_dominates(records(answers), "held_out")
-    assert (found is not None) == told
-    assert found is None or "18 of 20" in found.found
-
-
-@pytest.mark.parametrize(
-    ("answers", "rewards", "told"),
-    [
-        ([""] * 5 + ["x"] * 15, [1.0] * 10 + [0.0] * 10, "5 of 10 rewarded"),
-        ([""] * 2 + ["x"] * 18, [1.0] * 20, None),
-        ([""] * 5 + ["x"] * 15, [0.05] * 5 + [1.0] * 15, None),
-        ([""] * 20, [0.0] * 20, None),
-        (["x"] * 20, [1.0] * 10 + [0.0] * 10, None),
-    ],
-    ids=["five", "two only", "a little for form", "no reward at all", "all earned"],
-)
-def test_rewards_for_empty_outputs(
-    answers: list[str], rewards: list[float], told: str | None
-) -> None:
-    found = unearned_rewards(records(answers, rewards), "held_out")
+    found = check(records, "held_out")
     assert (found is not None) == (told is not None)
     assert found is None or (told or "") in found.found
 

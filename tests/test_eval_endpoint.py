@@ -99,6 +99,10 @@ def evaluate(server: ScriptedServer, config: Path, capsys: pytest.CaptureFixture
 def test_two_models_of_an_endpoint_are_measured_and_compared(
     evaluate: Run, server: ScriptedServer, tmp_path: Path
 ) -> None:
+    varied = ("--vary", "temperature=0.2,0.7", "--vary", "max_tokens=5", "--limit", "1")
+    assert len(evaluate(*varied)[1]["comparisons"]) == 1
+    sent = {(request["temperature"], request["max_tokens"]) for request in server.requests}
+    assert sent == {(0.2, 5), (0.7, 5)}
     code, result = evaluate("--samples", "2", models=("small", "tuned"))
     assert code == 0
     base, tuned = result["columns"]
@@ -143,22 +147,6 @@ def test_the_same_command_measures_only_what_is_missing(
     for setting, requests in (("seed=4", 13), ("model.temperature=0.5", 14)):
         evaluate("--limit", "1", setting)  # what decides the records starts new ones
         assert len(server.requests) == requests
-
-
-def test_varied_settings_are_columns_and_reach_the_server(
-    evaluate: Run, server: ScriptedServer
-) -> None:
-    code, result = evaluate(
-        "--limit", "2", "--vary", "temperature=0.2,0.7", "--vary", "max_tokens=5"
-    )
-    assert code == 0
-    assert [column["name"] for column in result["columns"]] == [
-        "base, temperature=0.2, max_tokens=5",
-        "base, temperature=0.7, max_tokens=5",
-    ]
-    sent = {(request["temperature"], request["max_tokens"]) for request in server.requests}
-    assert sent == {(0.2, 5), (0.7, 5)}
-    assert len(result["comparisons"]) == 1
 
 
 def test_another_configuration_runs_on_the_first_ones_tasks(
@@ -341,6 +329,13 @@ def test_a_budget_of_money_needs_the_price_of_what_is_measured(
     assert code == 4
 
 
+def marked(word: str) -> Callable[[dict[str, Any]], Reply]:
+    """A server that knows answers only where it reads this word."""
+    return lambda request: (
+        numbers(request) if word in str(request["messages"]) else Reply("nothing")
+    )
+
+
 def test_operator_graphs_are_compared(
     evaluate: Run, server: ScriptedServer, config: Path, tmp_path: Path
 ) -> None:
@@ -351,14 +346,11 @@ def test_operator_graphs_are_compared(
     graph = f"graph: {{path: {tmp_path}/first, trust: true, score: {tmp_path}/score.py:right}}"
     text = config.read_text().replace(f"workflow: {tmp_path}/flow.py:ask_once", graph)
     config.write_text(text.replace("score: right", "score: reward"))
-    server.answer = lambda request: (
-        numbers(request) if "second" in str(request["messages"]) else Reply("nothing")
-    )
+    server.answer = marked("second")
     code, result = evaluate("--compare", "base", str(tmp_path / "second"), "--limit", "4")
     assert code == 0
-    assert [column["name"] for column in result["columns"]] == ["base", "base, second"]
-    first, second = (column["tasksets"]["held_out"] for column in result["columns"])
-    assert (first["score"]["mean"], second["score"]["mean"]) == (0.0, 0.5)
+    means = {c["name"]: c["tasksets"]["held_out"]["score"]["mean"] for c in result["columns"]}
+    assert means == {"base": 0.0, "base, second": 0.5}
 
 
 def test_prompts_of_operators_are_columns(
@@ -368,14 +360,12 @@ def test_prompts_of_operators_are_columns(
     (tmp_path / "marked.yaml").write_text(
         'prompts: {Custom.solve: {main: "MARK {instruction} {input}"}}\n'
     )
-    server.answer = lambda request: (
-        numbers(request) if "MARK" in str(request["messages"]) else Reply("nothing")
-    )
+    server.answer = marked("MARK")
     files = (str(tmp_path / "plain.yaml"), str(tmp_path / "marked.yaml"))
     workflow = f"workflow={tmp_path}/flow.py:by_operator"
     code, result = evaluate("--limit", "4", workflow, "--prompts", *files)
     assert code == 0
-    plain, marked = (column["tasksets"]["held_out"] for column in result["columns"])
-    assert (plain["score"]["mean"], marked["score"]["mean"]) == (0.0, 0.5)
-    (use,) = marked["callers"]
+    plain, other = (column["tasksets"]["held_out"] for column in result["columns"])
+    assert (plain["score"]["mean"], other["score"]["mean"]) == (0.0, 0.5)
+    (use,) = other["callers"]
     assert (use["caller"], use["outcomes"]) == ("Custom.solve", {"answered": 4})

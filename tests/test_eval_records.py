@@ -52,11 +52,6 @@ def record_of(server: ScriptedServer, folder: Path, workflow: Any, **arguments: 
     return record
 
 
-def others_metrics(record: EvalRecord) -> dict[str, float]:
-    """The metrics without what was noted of the policy's own calls."""
-    return {name: n for name, n in record.metrics.items() if not name.endswith("/policy")}
-
-
 def test_calls_and_answer_are_kept(server: ScriptedServer, tmp_path: Path) -> None:
     async def workflow(task: dict, model: TrinityChatModel) -> float:
         with caller("plan"):
@@ -89,39 +84,28 @@ def test_the_trace_becomes_metrics_but_never_over_the_users(
         with caller("Custom.solve"):
             note(OperatorCall(operator="Custom", instance="solve", outcome="ok", attempts=2))
         note(ProgramRun(level="bubblewrap", outcome="timed_out"))
+        note(ProgramRun(level="bubblewrap", outcome="finished"))
         note(ModelCall(role="judge", model="m", cost=0.5))
-        await asyncio.gather(*(asyncio.to_thread(note, ModelCall(role="e", model="m"))
-                               for _ in range(3)))  # fmt: skip
+        threads = (asyncio.to_thread(note, ModelCall(role="e", model="m")) for _ in range(3))
+        await asyncio.gather(*threads)
         record_metrics(correct=1.0, **{"sandbox/timed_out": 7.0})
         return 1.0
 
-    record = record_of(server, tmp_path, workflow)
-    assert others_metrics(record) == {
-        "correct": 1.0,
-        "sandbox/timed_out": 7.0,
-        "operator/Custom/ok": 1.0,
-        "cost/judge": 0.5,
-        "unpriced_calls/e": 3.0,
-    }
-    assert record.operators == [
-        {"operator": "Custom", "instance": "solve", "outcome": "ok", "attempts": 2}
-    ]
-
-
-def test_runs_do_not_share_a_trace_and_may_start_at_any_number(
-    server: ScriptedServer, tmp_path: Path
-) -> None:
-    seeds = []
-
-    async def workflow(task: dict, model: TrinityChatModel) -> float:
-        await model(ask("2 + 2?"))
-        note(ProgramRun(level="bubblewrap", outcome="finished"))
-        return 1.0
-
+    seeds = []  # runs share no trace, and may start at any number
     for folder, arguments in (("a", {}), ("b", {"first_run": 3}), ("c", {"first_run": 3})):
         server.requests.clear()
         record = record_of(server, tmp_path / folder, workflow, **arguments)
-        assert others_metrics(record) == {"sandbox/finished": 1.0}
+        others = {name: n for name, n in record.metrics.items() if not name.endswith("/policy")}
+        assert others == {
+            "correct": 1.0,
+            "sandbox/timed_out": 7.0,
+            "sandbox/finished": 1.0,
+            "operator/Custom/ok": 1.0,
+            "cost/judge": 0.5,
+            "unpriced_calls/e": 3.0,
+        }
+        use = {"operator": "Custom", "instance": "solve", "outcome": "ok", "attempts": 2}
+        assert record.operators == [use]
         assert record.run == arguments.get("first_run", 0)
         seeds.append(server.requests[0]["seed"])
     assert seeds[0] != seeds[1] == seeds[2]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny import tiny_sampler
@@ -16,14 +14,6 @@ from aflow_tune.engines.local.server import GreedyAnswers
 from aflow_tune.errors import BadInput
 
 PROMPT = [5, 6, 7]
-
-
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*arguments: Any, **named: Any) -> None:
-        asyncio.run(test(*arguments, **named))
-
-    return run
 
 
 def greedy(max_tokens: int = 8) -> SamplingParams:
@@ -40,31 +30,28 @@ def drawn(sampler: Sampler) -> float:
     return sampler.stats()["generated_tokens"]
 
 
-@in_loop
-async def test_the_same_request_is_decoded_once(sampler: Sampler) -> None:
-    answers, before = GreedyAnswers(sampler.submit), drawn(sampler)
-    together = await asyncio.gather(*(answers.submit(PROMPT, greedy()) for _ in range(5)))
-    later = await answers.submit(list(PROMPT), greedy())
-    assert drawn(sampler) - before == 8
-    assert [one[0].token_ids for one in together] == [later[0].token_ids] * 5
-    assert later == await sampler.submit(PROMPT, greedy())
+def test_the_same_request_is_decoded_once(sampler: Sampler) -> None:
+    async def ask() -> None:
+        answers, before = GreedyAnswers(sampler.submit), drawn(sampler)
+        together = await asyncio.gather(*(answers.submit(PROMPT, greedy()) for _ in range(5)))
+        later = await answers.submit(list(PROMPT), greedy())
+        assert drawn(sampler) - before == 8
+        assert [one[0].token_ids for one in together] == [later[0].token_ids] * 5
+        assert later == await sampler.submit(PROMPT, greedy())
+        # One who leaves does not take the answer from the others.
+        leaving, staying = (
+            asyncio.ensure_future(answers.submit(PROMPT, greedy(200))) for _ in range(2)
+        )
+        await asyncio.sleep(0)
+        leaving.cancel()
+        assert len((await staying)[0].token_ids) == 200
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+
+    asyncio.run(ask())
 
 
-@in_loop
-async def test_one_who_leaves_does_not_take_the_answer_from_the_others(sampler: Sampler) -> None:
-    answers = GreedyAnswers(sampler.submit)
-    leaving, staying = (
-        asyncio.ensure_future(answers.submit(PROMPT, greedy(200))) for _ in range(2)
-    )
-    await asyncio.sleep(0)
-    leaving.cancel()
-    assert len((await staying)[0].token_ids) == 200
-    with pytest.raises(asyncio.CancelledError):
-        await leaving
-
-
-@in_loop
-async def test_an_error_reaches_all_who_wait_and_is_not_remembered() -> None:
+def test_an_error_reaches_all_who_wait_and_is_not_remembered() -> None:
     asked = 0
 
     async def fail_once(prompt: list[int], params: SamplingParams) -> list[Completion]:
@@ -75,9 +62,12 @@ async def test_an_error_reaches_all_who_wait_and_is_not_remembered() -> None:
             raise BadInput("no")
         return [Completion([1], [0.0], "a", "stop")]
 
-    answers = GreedyAnswers(fail_once)
-    waiting = (answers.submit(PROMPT, greedy()) for _ in range(3))
-    errors = await asyncio.gather(*waiting, return_exceptions=True)
-    assert [type(error) for error in errors] == [BadInput] * 3
-    assert (await answers.submit(PROMPT, greedy()))[0].text == "a"
+    async def ask() -> None:
+        answers = GreedyAnswers(fail_once)
+        waiting = (answers.submit(PROMPT, greedy()) for _ in range(3))
+        errors = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(error) for error in errors] == [BadInput] * 3
+        assert (await answers.submit(PROMPT, greedy()))[0].text == "a"
+
+    asyncio.run(ask())
     assert asked == 2

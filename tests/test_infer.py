@@ -112,14 +112,11 @@ def test_fallbacks_are_said_plainly(
 
 def test_code_is_scored_by_a_file_of_tests(infer: Ask, tmp_path: Path) -> None:
     tests = tmp_path / "tests.py"
-    tests.write_text("assert candidate(2, 3) == 5\nassert add(-1, 1) == 0\n")
-    asked = ("Write a function add(a, b).", "--entry-point", "add")
-    code, got = infer(*asked, "--truth", str(tests), kind="code")
-    assert code == 0
-    assert got["score"] == 1.0, got["score_reason"]
-    tests.write_text("assert candidate(2, 3) == 6\n")
-    _, got = infer(*asked, "--truth", str(tests), kind="code")
-    assert got["score"] == 0.0
+    asked = ("Write a function add(a, b).", "--entry-point", "add", "--truth", str(tests))
+    for result, score in ((5, 1.0), (6, 0.0)):
+        tests.write_text(f"assert candidate(2, 3) == {result}\nassert add(-1, 1) == 0\n")
+        code, got = infer(*asked, kind="code")
+        assert (code, got["score"]) == (0, score), got["score_reason"]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +124,6 @@ def test_code_is_scored_by_a_file_of_tests(infer: Ask, tmp_path: Path) -> None:
     [
         ("broken: 17 * 23?", {}),
         ("patience: 17 * 23?", {"models.executor.timeout": 1}),
-        ("patience: 17 * 23?", {"writer.timeout": 8}),
     ],
 )
 def test_no_answer_of_the_executor_is_exit_code_1_and_no_reward(
@@ -161,8 +157,7 @@ def test_a_batch_goes_on_where_it_was_stopped(
     assert captured.out == ""
     assert "2 of 3 rows have an answer" in captured.err
     lines = {line["row"]: line for line in map(json.loads, out.read_text().splitlines())}
-    assert lines[1]["id"] == "first"
-    assert lines[1]["score"] == lines[3]["score"] == 1.0
+    assert (lines[1]["id"], lines[1]["score"], lines[3]["score"]) == ("first", 1.0, 1.0)
     assert "error" in lines[2]
 
     # Only what has no result is asked again: a torn line, and the row that met an error.
@@ -171,10 +166,9 @@ def test_a_batch_goes_on_where_it_was_stopped(
     before = len(servers[0].requests)
     assert main(command) == 1
     assert "1 of 3 results are there" in capsys.readouterr().err
-    asked = [request["messages"][-1]["content"] for request in servers[0].requests[before:]]
-    assert any("refuse this" in text for text in asked)
-    assert any("Where?" in text for text in asked)
-    assert not any("17 * 23" in text for text in asked)
+    asked = str([request["messages"][-1] for request in servers[0].requests[before:]])
+    words = [word for word in ("refuse this", "Where?", "17 * 23") if word in asked]
+    assert words == ["refuse this", "Where?"]
     entries = [json.loads(line) for line in out.read_text().splitlines()]
     assert sorted(entry["row"] for entry in entries) == [1, 2, 3]
 
@@ -196,24 +190,21 @@ def test_a_batch_goes_on_where_it_was_stopped(
         (["--batch", "none.jsonl"], "a file with a problem a line"),
         (["--problem", "2?", "--type", "math", "--samples", "0"], "1 or more"),
         (["--problem", "2?", "--type", "math", "--set", "writer.turns=x"], "writer.turns"),
+        (
+            ["--problem", "2?", "--type", "math", "--config", "PLAIN"],
+            "not trained to write workflows",
+        ),
     ],
 )
 def test_input_that_is_refused(
-    arguments: list[str], said: str, options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+    arguments: list[str], said: str, options: list[str], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    plain = tmp_path / "plain.yaml"
+    plain.write_text("workflow: flow.py:solve\n")
+    arguments = [str(plain) if word == "PLAIN" else word for word in arguments]
     assert main(["infer", *options, *arguments]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_model_that_writes_no_workflows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "plain.yaml"
-    config.write_text("workflow: flow.py:solve\n")
-    endpoint = ["--endpoint", "http://127.0.0.1:9", "--model", "m"]
-    asked = ["--problem", "2?", "--type", "math"]
-    assert main(["infer", "--config", str(config), *endpoint, *asked]) == 2
-    assert "not trained to write workflows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -33,17 +33,17 @@ from aflow_tune.report.records import Rollout, append_rollout, read_rollouts
 from aflow_tune.report.statistics import wilson_interval
 from aflow_tune.report.writer import (
     WRITER_CHECKS,
+    Numbers,
     WriterRecords,
     WriterRollout,
     audit_writer,
-    count,
     read_rollout,
 )
 from aflow_tune.report.writer_section import (
     MOST_NODES,
     best_and_worst,
     by_type,
-    draw,
+    drawing_of,
     marked,
     prompt_changes,
     structures,
@@ -61,7 +61,7 @@ def test_whatever_stands_in_a_record_is_read_or_absent() -> None:
     for value in [*odd, float("nan"), float("inf")]:
         run = read({**dict.fromkeys(names, value), "valid": True}, reward=value)
         assert run.level in (None, 3)
-        assert count([run]).rollouts == 1
+        assert Numbers([run]).rollouts == 1
     run = read({"valid": False})
     assert (run.level, run.structure, run.nodes, run.score, run.usd, run.tokens) == (None,) * 6
     huge = "x" * 1_000_000
@@ -81,13 +81,9 @@ def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     rollouts(tmp_path, 1, [(record(), 1.0), ("no record", 2.0)])
     path = tmp_path / "rollouts" / "step_1.jsonl"
     good = json.loads(path.read_text().splitlines()[0])
-    damaged = [
-        b"", b"torn", b"[]", b"3", b"null", b"\xff\xfe", b"[" * 100_000,
-        json.dumps({**good, "task": [1]}).encode(),
-        json.dumps({**good, "run": None}).encode(),
-        json.dumps({**good, "kept": []}).encode(),
-        json.dumps({"step": 1}).encode(),
-    ]  # fmt: skip
+    odd = [{**good, "task": [1]}, {**good, "run": None}, {**good, "kept": []}, {"step": 1}]
+    damaged = [b"", b"torn", b"[]", b"3", b"null", b"\xff\xfe", b"[" * 100_000]
+    damaged += [json.dumps(entry).encode() for entry in odd]
     path.write_bytes(b"\n".join(damaged) + b"\n" + path.read_bytes())
     (path.parent / "step_x.jsonl").write_text("{}")
     assert [(run.task, run.run) for run in read_rollouts(tmp_path)] == [(0, 0), (0, 1)]
@@ -113,7 +109,7 @@ def test_what_the_writer_keeps_is_what_is_read(tmp_path: Path) -> None:
     assert "ValueError" in raises.reason
     assert (nothing.code, nothing.text) == ("", "I do not know.")
     assert nothing.refusals[0].kind == "unreadable"
-    assert audit_writer(records, {}) == []
+    assert list(audit_writer(records, {})) == []
     page = page_of(tmp_path)
     assert "solve: Custom" in page.text
     assert "I do not know." not in page.text  # a refused graph that can be read is shown instead
@@ -131,7 +127,7 @@ def test_numbers_by_hand() -> None:
         refused(UNREADABLE, usd=0.01, tokens=100, score=None),
         record(VOTING, usd=0.03, tokens=300, score=0.0, refusals=[UNKNOWN, UNKNOWN], valid=False),
     ]
-    numbers = count([read(entry, item=index // 2) for index, entry in enumerate(kept)])
+    numbers = Numbers([read(entry, item=index // 2) for index, entry in enumerate(kept)])
     assert numbers.rollouts == 8
     # By task: 1, 1, 0, 0 are valid.
     assert (numbers.valid.mean, numbers.valid.low, numbers.valid.high) == (
@@ -158,10 +154,6 @@ def test_numbers_by_hand() -> None:
     assert numbers.tokens_per_solved == pytest.approx(1300 / 4)
 
 
-def told(records: WriterRecords, check: str) -> list[str]:
-    return [finding.found for finding in audit_writer(records, {}) if finding.check == check]
-
-
 def valid_of(step: int, valid: int, items: int) -> list[WriterRollout]:
     """Items of which so many have a valid graph."""
     return [
@@ -169,85 +161,71 @@ def valid_of(step: int, valid: int, items: int) -> list[WriterRollout]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("training", "held_out", "fell"),
-    [
-        ([9, 8, 9, 8, 3, 2, 3, 2], None, "60%"),  # halves: 0.85 and 0.25
-        ([2, 3, 8, 9], None, None),
-        ([9, 2, 8, 3, 9, 1], None, None),
-        ([9, 1], None, None),
-        ([], (18, 6), "60%"),
-        ([], (6, 18), None),
-        ([], (18, 17), None),
-    ],
-)
-def test_fewer_valid_graphs(
-    training: list[int], held_out: tuple[int, int] | None, fell: str | None
-) -> None:
-    """Of ten tasks a step of training, of twenty held-out ones."""
-    steps = {step: valid_of(step, valid, 10) for step, valid in enumerate(training, 1)}
-    ends = zip((0, 8), held_out or (), strict=False)
-    sets = {"set": {step: valid_of(step, valid, 20) for step, valid in ends}} if held_out else {}
-    found = told(WriterRecords(steps, sets), WRITER_CHECKS[0])
-    assert len(found) == (fell is not None)
-    assert fell is None or fell in found[0]
+def trained(*valid: int) -> WriterRecords:
+    """Steps of ten tasks of which so many have a valid graph."""
+    return WriterRecords({step: valid_of(step, n, 10) for step, n in enumerate(valid, 1)}, {})
 
 
-CLEAN = [read(record(), reward=reward) for reward in (-8.0, 9.0)]
+def held_out(before: int, after: int) -> WriterRecords:
+    """Two evaluations of twenty tasks."""
+    return WriterRecords({}, {"set": {0: valid_of(0, before, 20), 8: valid_of(8, after, 20)}})
 
 
-@pytest.mark.parametrize(
-    ("others", "words"),
-    [
-        ([read(refused(), reward=-8.0), read(record(level=1), reward=3.0)], "up to 3"),
-        ([read(refused(), reward=-8.1)], None),
-        ([read(refused(), reward=None), read(refused(level=None), reward=9.0)], None),
-    ],
-)
-def test_fallbacks_that_earn(others: list[WriterRollout], words: str | None) -> None:
-    found = told(WriterRecords({1: [*CLEAN, *others]}, {}), WRITER_CHECKS[1])
-    assert len(found) == (words is not None)
-    assert words is None or words in found[0]
+def newest(*groups: tuple[int, Any], reward: Any = 0.5) -> WriterRecords:
+    """One step of so many rollouts with each record."""
+    runs = [read(kept, reward=reward) for number, kept in groups for _ in range(number)]
+    return WriterRecords({1: runs}, {})
 
 
-@pytest.mark.parametrize(
-    ("single", "voting", "found"),
-    # 19 of 19 are too few; 20 of 20 have a lower bound of 0.84; 40 of 44 are no certainty.
-    [(60, 1, 1), (19, 0, 0), (20, 0, 0), (40, 4, 0)],
-)
-def test_one_structure_for_everything(single: int, voting: int, found: int) -> None:
-    graphs = [read(record(name)) for name in [SINGLE] * single + [VOTING] * voting]
-    assert len(told(WriterRecords({1: graphs}, {}), WRITER_CHECKS[2])) == found
+def beside_clean(*others: tuple[Any, Any]) -> WriterRecords:
+    """Records with their rewards, beside two clean ones with -8 and 9."""
+    rewarded = [(record(), -8.0), (record(), 9.0), *others]
+    return WriterRecords({1: [read(kept, reward=reward) for kept, reward in rewarded]}, {})
 
 
 FAILED = refused(ending="raised", reason="the executor has no answer")
 
 
 @pytest.mark.parametrize(
-    ("latest", "words"),
+    ("check", "records", "words"),
     [
-        ([read(FAILED)] * 8 + [read(refused())] * 4, "8 of 12 rollouts of the default workflow"),
-        ([read(FAILED)] * 9, None),
-        ([read(FAILED)] * 2 + [read(refused())] * 10, None),
-        ([read(record(ending="raised"))] * 20, None),
-        ([read(FAILED, reward=None)] * 20, "20 of 20 rollouts have no reward"),
+        (0, trained(9, 8, 9, 8, 3, 2, 3, 2), "60%"),  # halves: 0.85 and 0.25
+        (0, trained(2, 3, 8, 9), None),
+        (0, trained(9, 2, 8, 3, 9, 1), None),
+        (0, trained(9, 1), None),
+        (0, held_out(18, 6), "60%"),
+        (0, held_out(6, 18), None),
+        (0, held_out(18, 17), None),
+        (1, beside_clean((refused(), -8.0), (record(level=1), 3.0)), "up to 3"),
+        (1, beside_clean((refused(), -8.1)), None),
+        (1, beside_clean((refused(), None), (refused(level=None), 9.0)), None),
+        # 19 of 19 are too few; 20 of 20 have a lower bound of 0.84; 40 of 44 are no certainty.
+        (2, newest((60, record(SINGLE)), (1, record(VOTING))), "60 of 61"),
+        (2, newest((19, record(SINGLE))), None),
+        (2, newest((20, record(SINGLE))), None),
+        (2, newest((40, record(SINGLE)), (4, record(VOTING))), None),
+        (3, newest((8, FAILED), (4, refused())), "8 of 12 rollouts of the default workflow"),
+        (3, newest((9, FAILED)), None),
+        (3, newest((2, FAILED), (10, refused())), None),
+        (3, newest((20, record(ending="raised"))), None),
+        (3, newest((20, FAILED), reward=None), "20 of 20 rollouts have no reward"),
     ],
 )
-def test_an_executor_that_fails(latest: list[WriterRollout], words: str | None) -> None:
-    found = told(WriterRecords({1: latest}, {}), WRITER_CHECKS[3])
+def test_what_is_warned_of(check: int, records: WriterRecords, words: str | None) -> None:
+    found = [one.found for one in audit_writer(records, {}) if one.check == WRITER_CHECKS[check]]
     assert len(found) == (words is not None)
     assert words is None or words in found[0]
 
 
 def test_the_audit_of_a_run_folder(tmp_path: Path) -> None:
     good = write_writer_run(tmp_path / "good", steps=6, items=12)
-    assert audit_writer(loaded(good), load_evaluations(good)) == []
+    assert list(audit_writer(loaded(good), load_evaluations(good))) == []
     bad = tmp_path / "bad"
     use = {"operator": "Custom", "instance": "solve", "outcome": "model_failed", "attempts": 1}
     evaluated(bad, 0, [record(VOTING)] * 40)
     evaluated(bad, 4, [record(level=3, ending="raised")] * 40, operators=[use])
     rollouts(bad, 4, [(record(), 1.0), (refused(), 2.0)])
-    found = audit_writer(loaded(bad), load_evaluations(bad))
+    found = list(audit_writer(loaded(bad), load_evaluations(bad)))
     assert [finding.check for finding in found] == [*WRITER_CHECKS[1:], WRITER_CHECKS[3]]
     assert str(found[0]) in summary_text(bad, bad / "report.html")
     assert "40 of 40 uses of operators failed" in page_of(bad).text
@@ -332,24 +310,17 @@ def test_how_prompts_changed() -> None:
 
 
 def test_drawings() -> None:
-    drawing = draw(VOTE, name="a")
+    drawing = drawing_of(VOTE, name="a")
     assert "repeats: for turn in range(3)" in drawing.svg
     assert "<style" not in drawing.svg
     assert "url(#a-head)" in drawing.svg
-    assert "Mine" in draw(VOTE.replace("ScEnsemble", "Mine"), ["Mine"]).svg
+    assert "Mine" in drawing_of(VOTE.replace("ScEnsemble", "Mine"), ["Mine"]).svg
     calls = "".join(f"        await self.solve(input=problem)  # {n}\n" for n in range(MOST_NODES))
-    for code, why in (
-        ("", "No graph"),
-        ("no Python at all", "no Python"),
-        ("class Workflow: pass", "no call of an operator"),
-        ("x = " + "(" * 500, "no Python"),
-        ("x = " + "-" * 19_000 + "1", "no Python"),
-        (VOTE + "#" * 20_000, "too long"),
-        (VOTE + "\0", "no Python"),
-        (VOTE.replace("        drafts = []\n", calls), f"{MOST_NODES + 2} calls"),
-    ):
-        assert draw(code).svg == ""
-        assert why in draw(code).why_not
+    many = VOTE.replace("        drafts = []\n", calls)
+    nested = ["x = " + "(" * 500, "x = " + "-" * 19_000 + "1", VOTE + "\0", VOTE + "#" * 20_000]
+    for code in ("", "no Python at all", "class Workflow: pass", *nested, many):
+        assert drawing_of(code).svg == ""
+        assert drawing_of(code).why_not
 
 
 @pytest.mark.parametrize("hostile", [*HOSTILE[:3], "</script>", "\x1b[31m\u202e\ud83d"])

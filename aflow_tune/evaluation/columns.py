@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -100,8 +100,7 @@ class Column:
         return ", ".join([self.side.name, *prompts, *varied])
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The columns, the base model's first, and the pairs of them that are compared."""
 
     columns: tuple[Column, ...]
@@ -220,16 +219,14 @@ def _find_side(
 
     def miss(found: str, expected: str = "", cure: str = "") -> Side:
         steps = ", ".join(str(checkpoint.step) for checkpoint in saved)
-        there = f"base, last, best, a step ({steps})"
-        if not steps:
-            there = f"base (no checkpoint is in {run_dir})"
-        expected = expected or (
-            f"{there}, a folder with weights or an operator graph, workflow:FILE.py:FUNCTION, "
-            "or a YAML"
+        none, train = (
+            f"base (no checkpoint is in {run_dir})",
+            "train, or name a folder with weights",
         )
-        train = "train first, or name a folder with weights"
+        there = f"base, last, best, a step ({steps})" if steps else none
+        others = "a folder with weights or an operator graph, workflow:FILE.py:FUNCTION, or a YAML"
         cure = cure or (f"{option} last" if steps else train)
-        faults.append(Fault(f"{option} {name}", expected, found, cure))
+        faults.append(Fault(f"{option} {name}", expected or f"{there}, {others}", found, cure))
         return base
 
     path = Path(name).expanduser()
@@ -240,10 +237,10 @@ def _find_side(
         spec = name.removeprefix(WORKFLOW_PREFIX)
         label = spec.rpartition(":")[2] or spec
         return replace(base, name=f"{BASE}, {label}", workflow=spec)
+    if name.endswith((".yaml", ".yml")) and not path.is_file():
+        return miss("no such file")
     if name.endswith((".yaml", ".yml")):
-        return (
-            replace(base, name=path.stem, config=path) if path.is_file() else miss("no such file")
-        )
+        return replace(base, name=path.stem, config=path)
     if (path / GRAPH_FILE).is_file():
         folder = path.resolve()
         return replace(base, name=f"{BASE}, {folder.name}", graph=folder)

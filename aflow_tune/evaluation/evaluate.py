@@ -46,13 +46,7 @@ from aflow_tune.evaluation.evaluating import (
     read_tasks,
     rows_by_item,
 )
-from aflow_tune.evaluation.results import (
-    PAGE_NAME,
-    Cell,
-    Result,
-    compare_columns,
-    write_eval_page,
-)
+from aflow_tune.evaluation.results import PAGE_NAME, Cell, Result, write_eval_page
 from aflow_tune.evaluation.trained import load_trained
 from aflow_tune.files import write_json
 from aflow_tune.models.prices import price_of
@@ -175,8 +169,14 @@ async def _measure_all(
     ordered = sorted(plan.columns, key=lambda c: models.index((c.side.weights, c.side.config)))
     task = asyncio.current_task()
     assert task is not None
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        loop.remove_signal_handler(signal.SIGTERM)  # a second one ends the process at once
+        task.cancel()
+
     with contextlib.suppress(ValueError, RuntimeError):  # only the main thread has signals
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        loop.add_signal_handler(signal.SIGTERM, stop)
     try:
         async with asyncio.timeout(limit), LocalModels() as local:
             for source in {id(source.config): source for source in sources.values()}.values():
@@ -268,9 +268,7 @@ def _result(request: Request, plan: Plan, sources: Mapping[Column, Source], out:
         "tasks": {name: len(of_set) for name, of_set in rows.items()},
         "written": time.strftime("%Y-%m-%d %H:%M"),
     }
-    differences = compare_columns(plan, cells)
-    warnings = tuple(config.warnings)
-    return Result(facts, samples, solved_at, plan.columns, cells, differences, warnings)
+    return Result(facts, samples, solved_at, plan, cells, config.warnings)
 
 
 def _price(column: Column, request: Request, config: AflowConfig) -> Price | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from aflow_tune.report.evaluation import (
     compare,
     cost,
     per_solved,
-    usage,
+    usage_of,
 )
-from aflow_tune.report.page import TONES, plain_text, render, transcript_pairs, write_page
+from aflow_tune.report.page import TONES, plain_text, write_page
 from aflow_tune.report.quantities import TRACE_METRICS
 from aflow_tune.report.records import EvalRecord
 from aflow_tune.report.statistics import Interval, mean, standard_deviation
@@ -42,15 +42,6 @@ PAGE_NAME = "eval.html"
 NOTHING, UNKNOWN = "-", "unknown"
 _MOST_MEASURES = _MOST_CALLERS = 12
 _COLOURS = 6
-
-
-@dataclass(frozen=True)
-class AgentMeasure:
-    """Over the rollouts that could be measured. `std` is None for fewer than two of them."""
-
-    mean: float | None
-    std: float | None
-    count: int
 
 
 class Cell:
@@ -87,7 +78,7 @@ class Cell:
             k: evaluation.pass_at(k, solved_at, failed_as_unsolved=True) for k in failed
         }
         self.solved = evaluation.solved_rollouts(solved_at)
-        self.usage = usage(records)
+        self.usage = usage_of(records)
         self.cost = cost(records, price)
         self.callers = callers(records)
         self.measures = {name: evaluation.metric_interval(name) for name in names}
@@ -97,14 +88,13 @@ class Cell:
         self.cost_per_solved = per_solved(self.cost.total, self.solved)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; None is null: not known, or nothing to count."""
         evaluation = self.evaluation
         return {
             "items": evaluation.items,
             "runs": len(evaluation.records),
-            "score": _plain(self.score),
-            "pass_at": _plain_of(self.pass_at),
-            "pass_at_failed_as_unsolved": _plain_of(self.pass_at_all),
+            "score": self.score,
+            "pass_at": self.pass_at,
+            "pass_at_failed_as_unsolved": self.pass_at_all,
             "solved_runs": self.solved,
             "failed_runs": evaluation.failed_rollouts,
             "failures": evaluation.failures,
@@ -117,12 +107,12 @@ class Cell:
                 "total": self.cost.total,
                 "per_solved_run": self.cost_per_solved,
                 "by_role": self.cost.by_role,
-                "unknown_roles": list(self.cost.unknown),
+                "unknown_roles": self.cost.unknown,
             },
-            "callers": [asdict(use) for use in self.callers],
-            "measures": _plain_of(self.measures),
-            "agents": {name: asdict(value) for name, value in self.agents.items()},
-            "warnings": [asdict(finding) for finding in self.findings],
+            "callers": self.callers,
+            "measures": self.measures,
+            "agents": self.agents,
+            "warnings": self.findings,
         }
 
 
@@ -153,29 +143,34 @@ class Difference:
             "sentences": self.sentences(),
         }
         if self.comparison is not None:
-            found |= asdict(self.comparison.primary) | {
-                "direction": self.comparison.direction,
-                "items_left_out": self.comparison.left_out,
-            }
+            found |= asdict(self.comparison.primary)
+            found["direction"] = self.comparison.direction
+            found["items_left_out"] = self.comparison.left_out
         return found
 
 
-@dataclass(frozen=True)
 class Result:
     """Everything that was measured. `facts` says with what, in the order in which it is shown;
     `cells` are by task set, in the order of the columns."""
 
-    facts: Mapping[str, Any]
-    samples: int
-    solved_at: float
-    columns: Sequence[Column]
-    cells: Mapping[str, Sequence[Cell]]
-    differences: Sequence[Difference]
-    warnings: Sequence[str] = field(default_factory=tuple)
-
-    @property
-    def every(self) -> list[Cell]:
-        return [cell for cells in self.cells.values() for cell in cells]
+    def __init__(
+        self,
+        facts: Mapping[str, Any],
+        samples: int,
+        solved_at: float,
+        plan: Plan,
+        cells: Mapping[str, Sequence[Cell]],
+        warnings: Sequence[str],
+    ) -> None:
+        self.facts, self.samples, self.solved_at = facts, samples, solved_at
+        self.columns, self.cells, self.warnings = plan.columns, cells, warnings
+        self.every = [cell for of_set in cells.values() for cell in of_set]
+        self.differences = [
+            Difference(name, before, after, compare(of[before], of[after]))
+            for name, of_set in cells.items()
+            for of in [{cell.column: cell.evaluation for cell in of_set}]
+            for before, after in plan.pairs
+        ]
 
     def why_nothing(self) -> str | None:
         """Where nothing could be scored: how many rollouts there are, and what most of them met."""
@@ -188,49 +183,53 @@ class Result:
         return f"none of {len(records)} rollouts could be scored; {why}"
 
     def to_json(self) -> dict[str, Any]:
-        """The whole result as plain JSON values."""
-        return {
-            "version": VERSION,
-            **self.facts,
-            "samples": self.samples,
-            "solved_at": self.solved_at,
-            "warnings": list(self.warnings),
-            "columns": [
-                {
-                    "name": column.name,
-                    "weights": _path(column.side.weights),
-                    "step": column.side.step,
-                    "workflow": column.side.workflow,
-                    "graph": _path(column.side.graph),
-                    "config": _path(column.side.config),
-                    "model": column.side.served_model,
-                    "sampling": dict(column.sampling),
-                    "prompts": _path(column.prompts),
-                    "tasksets": {
-                        name: cells[index].to_json() for name, cells in self.cells.items()
-                    },
-                }
-                for index, column in enumerate(self.columns)
-            ],
-            "comparisons": [difference.to_json() for difference in self.differences],
-        }
+        """The whole result as plain JSON values; None is null: not known, or nothing to count."""
+        columns = [
+            {
+                "name": column.name,
+                "weights": column.side.weights,
+                "step": column.side.step,
+                "workflow": column.side.workflow,
+                "graph": column.side.graph,
+                "config": column.side.config,
+                "model": column.side.served_model,
+                "sampling": dict(column.sampling),
+                "prompts": column.prompts,
+                "tasksets": {name: of_set[index].to_json() for name, of_set in self.cells.items()},
+            }
+            for index, column in enumerate(self.columns)
+        ]
+        found: dict[str, Any] = _plain(
+            {
+                "version": VERSION,
+                **self.facts,
+                "samples": self.samples,
+                "solved_at": self.solved_at,
+                "warnings": self.warnings,
+                "columns": columns,
+                "comparisons": [difference.to_json() for difference in self.differences],
+            }
+        )
+        return found
 
 
-def compare_columns(plan: Plan, cells: Mapping[str, Sequence[Cell]]) -> list[Difference]:
-    """The plan's comparisons on every task set."""
-    return [
-        Difference(name, before, after, compare(of[before], of[after]))
-        for name, row in cells.items()
-        for of in [{cell.column: cell.evaluation for cell in row}]
-        for before, after in plan.pairs
-    ]
+def _plain(value: Any) -> Any:
+    """As JSON has it: dataclasses and mappings as objects, paths as texts."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def measure_agents(
     records: Sequence[EvalRecord], rows: Mapping[int, Mapping[str, Any]], solved_at: float
-) -> dict[str, AgentMeasure]:
+) -> dict[str, dict[str, Any]]:
     """The five measures of tool-using agents over the rollouts on rows that have `target_tools`
-    (a list of names, perhaps empty); empty without any. A rollout that failed counts in none.
+    (a list of names, perhaps empty); empty without any. A rollout that failed counts in none. Of
+    each the `mean` and `std` (None for fewer than one or two rollouts) and the `count`.
 
     - tool_selection_accuracy: F1 of the tools that were called against `target_tools`; where
       none was wanted, 1 if none was called, else 0.5.
@@ -253,26 +252,16 @@ def measure_agents(
         values["plan_success_rate"].append(float(set(wanted) <= set(called)))
         values["step_efficiency"].append(efficiency(steps, optimal))
         values["timing_precision"].append(timing(called, wanted))
-        if record.score is not None:
-            values["end_to_end_success"].append(float(record.score >= solved_at))
-    if values:
-        values.setdefault("end_to_end_success", [])
+        solved = [] if record.score is None else [float(record.score >= solved_at)]
+        values["end_to_end_success"] += solved
     return {
-        name: AgentMeasure(mean(found) if found else None, standard_deviation(found), len(found))
+        name: {
+            "mean": mean(found) if found else None,
+            "std": standard_deviation(found),
+            "count": len(found),
+        }
         for name, found in values.items()
     }
-
-
-def _plain(interval: Interval | None) -> dict[str, Any] | None:
-    return None if interval is None else asdict(interval)
-
-
-def _plain_of(intervals: Mapping[Any, Interval | None]) -> dict[str, Any]:
-    return {str(name): _plain(interval) for name, interval in intervals.items()}
-
-
-def _path(path: object) -> str | None:
-    return None if path is None else str(path)
 
 
 # For people
@@ -288,46 +277,45 @@ def rows(cells: Sequence[Cell], score: str) -> list[tuple[str, list[str]]]:
     def per_rollout(cell: Cell, amount: int | None) -> str:
         return UNKNOWN if amount is None else number(amount / max(1, cell.usage.runs))
 
-    def per_solved(cell: Cell, amount: float | None) -> str:
+    def solved(cell: Cell, amount: float | None) -> str:
         known = UNKNOWN if amount is None else number(amount)
         return known if cell.solved else "none solved"
 
     def dollars(cell: Cell) -> str:
-        if cell.cost.total is not None:
-            return number(cell.cost.total)
         known = sum(cell.cost.by_role.values())
-        unknown = f"{UNKNOWN} ({', '.join(cell.cost.unknown)})"
-        return f"{number(known)} + {unknown}" if known else unknown
+        unknown = [f"{UNKNOWN} ({', '.join(cell.cost.unknown)})"] if cell.cost.unknown else []
+        return " + ".join([*([number(known)] if known or not unknown else []), *unknown])
 
     def dollars_per_solved(cell: Cell) -> str:
-        return UNKNOWN if cell.cost.total is None else per_solved(cell, cell.cost_per_solved)
+        return UNKNOWN if cell.cost.total is None else solved(cell, cell.cost_per_solved)
 
     def agent(cell: Cell, name: str) -> str:
         measure = cell.agents.get(name)
-        if measure is None or measure.mean is None:
+        if measure is None or measure["mean"] is None:
             return NOTHING
-        spread = "" if measure.std is None else f" ± {measure.std:.3f}"
-        return f"{measure.mean:.3f}{spread} (n = {measure.count})"
+        spread = "" if measure["std"] is None else f" ± {measure['std']:.3f}"
+        return f"{measure['mean']:.3f}{spread} (n = {measure['count']})"
 
+    levels = list(cells[0].pass_at)
+    any_failed = any(cell.pass_at_all for cell in cells)
     names = dict.fromkeys(name for cell in cells for name in cell.measures)
     shown = [name for name in names if name != score and not name.startswith(TRACE_METRICS)]
     agents = dict.fromkeys(name for cell in cells for name in cell.agents)
     table: list[tuple[str, Callable[[Cell], str]]] = [
         (f"held-out score ({score})", lambda cell: interval(cell.score)),
-        *((f"pass@{k}", lambda cell, k=k: interval(cell.pass_at[k])) for k in cells[0].pass_at),
+        *((f"pass@{k}", lambda cell, k=k: interval(cell.pass_at[k])) for k in levels),
         *(
             (
                 f"pass@{k}, failed rollouts as unsolved",
                 lambda cell, k=k: interval((cell.pass_at_all or cell.pass_at)[k]),
             )
-            for k in cells[0].pass_at
-            if any(cell.pass_at_all for cell in cells)
+            for k in (levels if any_failed else ())
         ),
         ("solved rollouts", lambda cell: f"{cell.solved} of {len(cell.evaluation.records)}"),
         ("failed rollouts", lambda cell: _counts(cell.evaluation.failures) or "none"),
         ("calls a rollout", lambda cell: per_rollout(cell, cell.usage.calls)),
         ("tokens a rollout", lambda cell: per_rollout(cell, cell.usage.total_tokens)),
-        ("tokens a solved rollout", lambda cell: per_solved(cell, cell.tokens_per_solved)),
+        ("tokens a solved rollout", lambda cell: solved(cell, cell.tokens_per_solved)),
         ("US dollars", dollars),
         ("US dollars a solved rollout", dollars_per_solved),
         *(
@@ -400,7 +388,8 @@ def write_eval_page(path: Path, result: Result) -> Path:
     shown = {k: v for k, v in facts.items() if k not in ("tasks", "written", "score")}
     shown |= {"rollouts a task": result.samples, "solved from": f"{result.solved_at:g}"}
     compared = [difference for difference in result.differences if difference.comparison]
-    text = render(
+    return write_page(
+        path,
         "eval.html.jinja",
         title=f"Evaluation: {Path(str(facts.get('config'))).stem}",
         facts=[(name, plain_text(str(v))) for name, v in shown.items() if v is not None],
@@ -408,12 +397,10 @@ def write_eval_page(path: Path, result: Result) -> Path:
         result=result,
         rows=rows,
         charts=_charts,
-        transcripts=transcript_pairs,
         compared=compared[:2],
         written=facts.get("written"),
         folder=str(path.parent),
     )
-    return write_page(path, text)
 
 
 def _charts(cells: Sequence[Cell]) -> list[tuple[str, str, Markup]]:
@@ -433,7 +420,7 @@ def _charts(cells: Sequence[Cell]) -> list[tuple[str, str, Markup]]:
                 for cell, interval in zip(cells, intervals, strict=True)
             ]
             unit = all(0 <= interval.mean <= 1 for interval in known)
-            drawing = interval_chart(title, estimates, (0, 1) if unit else None)
+            drawing = interval_chart(title, estimates, (0, 1) if unit else ())
             drawn.append((title, f"{note}, 95% interval", Markup(drawing)))
     return drawn
 

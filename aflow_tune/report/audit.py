@@ -71,8 +71,8 @@ def audit_run(lines: Sequence[MetricsLine], evaluations: Evaluations) -> list[Fi
 
 def audit_evaluation(evaluation: Evaluation, place: str = "") -> list[Finding]:
     """Warnings that the records of one evaluation give. `place` is put behind the task set."""
-    where = f"{evaluation.taskset}{place}"
-    found = (check(evaluation.records, where) for check in (one_answer_dominates, unearned_rewards))
+    records, where = evaluation.records, f"{evaluation.taskset}{place}"
+    found = one_answer_dominates(records, where), unearned_rewards(records, where)
     return [finding for finding in found if finding is not None]
 
 
@@ -208,10 +208,3 @@ def low_gpu_use(lines: Sequence[MetricsLine]) -> Finding | None:
         "evaluating (quick_eval, explorer.eval_interval), or one side waiting for the other "
         "(synchronizer.sync_style, the split of GPUs).",
     )
-
-
-def describe(warnings: Sequence[Finding], checks: Sequence[str] = CHECKS) -> list[str]:
-    """Lines for the end of a run: each warning, or that none was found by these checks."""
-    if not warnings:
-        return [f"Audit: nothing found ({', '.join(checks)})."]
-    return [f"Audit: {warning}" for warning in warnings]

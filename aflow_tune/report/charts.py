@@ -1,22 +1,20 @@
 """The report's curves, and small charts as inline SVG that follow the page's colours.
 
-Drawn by hand rather than by a plotting library: a chart is a few hundred bytes a curve, its colours
-(0 to 5) are the page's CSS variables, and every point tells its value under the pointer. Labels are
-escaped here, so a chart may go into a page as it is. Titles are read out in place of the drawing.
-`charts` says which curves a run's page shows, and from which numbers; one without is left out.
+Colours (0 to 5) are the page's CSS variables, every point tells its value under the pointer, and
+titles are read out in place of the drawing. Labels are escaped here, so a chart may go into a page
+as it is. `charts` lists what a run's page shows, `draw` draws such a list.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from markupsafe import Markup
 
-from aflow_tune.report.evaluation import Evaluations
+from aflow_tune.report.evaluation import Evaluation, Evaluations
 from aflow_tune.report.metrics import MetricsLine, series
 from aflow_tune.report.quantities import (
     ENTROPY,
@@ -42,12 +40,16 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 44.0, 9.0, 9.0, 24.0
 _MOST_DOTS = 60
 _MOST_WORKFLOW_METRICS = 6
 _ROW = 26.0
+_TIMES = {
+    "explorer/time/wait_explore_step": "roll out",
+    "time/train_step": "train",
+    "time/sync_weight": "synchronise",
+}
 
 Bounds = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A value at a step; `low` and `high` bound it where that is known."""
 
     step: int
@@ -56,17 +58,15 @@ class Point:
     high: float | None = None
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One line of a chart, in the order of steps."""
+class Curve(NamedTuple):
+    """One line of a chart, in the order of steps; without a label it has the chart's title."""
 
     label: str
     points: Sequence[Point]
     colour: int = 0
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """A value at a place of any axis; `label` is told under the pointer."""
 
     at: float
@@ -80,9 +80,10 @@ class Mark:
 class _Frame:
     """Maps steps and values to the drawing, and draws axes and grid."""
 
-    def __init__(self, steps: Bounds, values: Sequence[float]) -> None:
+    def __init__(self, steps: Bounds, marks: Iterable[Point | Mark], more: Sequence[float]) -> None:
         self.first, self.last = steps
-        low, high = min(values), max(values)
+        values = [value for m in marks for value in (m.value, m.low, m.high) if value is not None]
+        low, high = min([*values, *more]), max([*values, *more])
         self.ticks = nice_ticks(low, high)
         self.low, self.high = min(low, self.ticks[0]), max(high, self.ticks[-1])
 
@@ -99,46 +100,42 @@ class _Frame:
         return " ".join(f"{self.x(at)},{self.y(value)}" for at, value in points)
 
     def svg(
-        self, title: str, drawing: Sequence[str], places: Sequence[tuple[float, str]] | None = None
+        self, title: str, drawing: Sequence[str], places: Sequence[tuple[float, str]] = ()
     ) -> str:
         """The drawing between its axes; `places` are named on the lower one, else steps are."""
-        if places is None:
-            places = [(at, str(at)) for at in step_ticks(int(self.first), int(self.last))]
-        right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+        places = places or [(at, str(at)) for at in step_ticks(int(self.first), int(self.last))]
+        left, right, bottom = f"{_LEFT:g}", f"{_WIDTH - _RIGHT:g}", _HEIGHT - _BOTTOM
         parts = []
         for tick in self.ticks:
             y = self.y(tick)
-            parts.append(_line("grid", f"{_LEFT:g}", f"{right:g}", y, y))
+            parts.append(_line("grid", left, right, y, y))
             parts.append(_text(f"{_LEFT - 6:g}", y, number(tick), "end", ' dy="0.35em"'))
-        for at, name in places:
-            parts.append(_text(self.x(at), f"{bottom + 17:g}", name))
-        axis = _line("axis", f"{_LEFT:g}", f"{right:g}", f"{bottom:g}", f"{bottom:g}")
+        parts += [_text(self.x(at), f"{bottom + 17:g}", name) for at, name in places]
+        axis = _line("axis", left, right, f"{bottom:g}", f"{bottom:g}")
         return _svg(title, _HEIGHT, [*parts, *drawing, axis])
 
 
 def line_chart(
-    title: str, curves: Sequence[Curve], steps: tuple[int, int], bounds: Bounds | None = None
+    title: str, curves: Sequence[Curve], steps: tuple[int, int], bounds: Sequence[float] = ()
 ) -> str:
     """Lines over steps, each with a band where its points have bounds.
 
     There is at least one point. `steps` are the first and last of the axis, which charts of one
     page share; `bounds` are values that the axis shows at least.
     """
-    points = [point for curve in curves for point in curve.points]
-    shown = [value for p in points for value in (p.value, p.low, p.high) if value is not None]
-    frame = _Frame(steps, [*shown, *(bounds or ())])
+    frame = _Frame(steps, [point for curve in curves for point in curve.points], bounds)
     drawing = []
-    for curve in curves:
-        over = [(p.step, p.high) for p in curve.points if p.low is not None and p.high is not None]
-        under = [(p.step, p.low) for p in curve.points if p.low is not None and p.high is not None]
+    for label, points, colour in curves:
+        over = [(p.step, p.high) for p in points if p.low is not None and p.high is not None]
+        under = [(p.step, p.low) for p in points if p.low is not None and p.high is not None]
         if len(over) > 1:
             band = frame.path([*over, *reversed(under)])
-            drawing.append(f'<polygon class="band c{curve.colour}" points="{band}"/>')
-        path = frame.path([(p.step, p.value) for p in curve.points])
-        drawing.append(f'<polyline class="line c{curve.colour}" points="{path}"/>')
-        for p in curve.points if len(curve.points) <= _MOST_DOTS else ():
-            told = _told(f"{curve.label}, step {p.step}", p.value, p.low, p.high)
-            drawing.append(_dot(frame.x(p.step), frame.y(p.value), "2.6", curve.colour, told))
+            drawing.append(f'<polygon class="band c{colour}" points="{band}"/>')
+        path = frame.path([(p.step, p.value) for p in points])
+        drawing.append(f'<polyline class="line c{colour}" points="{path}"/>')
+        for p in points if len(points) <= _MOST_DOTS else ():
+            told = (f"{label}, step {p.step}", p.value, p.low, p.high)
+            drawing.append(_dot(frame.x(p.step), frame.y(p.value), "2.6", colour, *told))
     return frame.svg(title, drawing)
 
 
@@ -149,7 +146,7 @@ def stacked_chart(
     at = [{point.step: point.value for point in curve.points} for curve in curves]
     every = sorted({step for values in at for step in values})
     totals = [math.fsum(values.get(step, 0.0) for values in at) for step in every]
-    frame = _Frame(steps, (0.0, top if top is not None else max([*totals, 1.0])))
+    frame = _Frame(steps, (), (0.0, max([*totals, 1.0]) if top is None else top))
     edges = [step - 0.5 for step in every] + [every[-1] + 0.5]
     base = [0.0] * len(every)
     drawing = []
@@ -160,10 +157,8 @@ def stacked_chart(
             path.append(f"V{frame.y(value)}H{frame.x(edges[index + 1])}")
         for index in reversed(range(len(every))):
             path.append(f"V{frame.y(base[index])}H{frame.x(edges[index])}")
-        drawing.append(
-            f'<path class="area c{curve.colour}" d="{"".join(path)}Z">'
-            f"<title>{escape(curve.label)}</title></path>"
-        )
+        area = f'class="area c{curve.colour}" d="{"".join(path)}Z"'
+        drawing.append(f"<path {area}><title>{escape(curve.label)}</title></path>")
         base = tops
     return frame.svg(title, drawing)
 
@@ -179,29 +174,27 @@ def scatter_chart(
     """Values (at least one) at places, each with its interval where it has one. `ends` are the
     first and last place of the axis, `ticks` places with their names, `line` places and values that
     are joined."""
-    shown = [value for m in marks for value in (m.value, m.low, m.high) if value is not None]
-    frame = _Frame(ends, [*shown, *(value for _, value in line)])
+    frame = _Frame(ends, marks, [value for _, value in line])
     drawing = [f'<polyline class="line c5" points="{frame.path(line)}"/>'] if line else []
-    for mark in marks:
-        x = frame.x(mark.at)
-        if mark.low is not None and mark.high is not None:
-            low, high = frame.y(mark.low), frame.y(mark.high)
-            drawing.append(_line(f"line c{mark.colour}", x, x, low, high, ' opacity="0.35"'))
-        told = _told(mark.label, mark.value, mark.low, mark.high)
-        drawing.append(_dot(x, frame.y(mark.value), "4", mark.colour, told))
+    for at, value, label, low, high, colour in marks:
+        x = frame.x(at)
+        if low is not None and high is not None:
+            y1, y2 = frame.y(low), frame.y(high)
+            drawing.append(_line(f"line c{colour}", x, x, y1, y2, ' opacity="0.35"'))
+        drawing.append(_dot(x, frame.y(value), "4", colour, label, value, low, high))
     return frame.svg(title, drawing, ticks)
 
 
 def interval_chart(
     title: str,
     estimates: Sequence[tuple[str, Interval | None, int]],
-    bounds: Bounds | None = None,
+    bounds: Sequence[float] = (),
 ) -> str:
     """Estimates (label, interval, colour), at least one with an interval, below each other on one
     axis of values, which shows `bounds` at least."""
     intervals = [interval for _, interval, _ in estimates if interval is not None]
     shown = [v for i in intervals for v in (i.mean, i.low, i.high) if v is not None]
-    ticks = nice_ticks(min([*shown, *(bounds or ())]), max([*shown, *(bounds or ())]))
+    ticks = nice_ticks(min([*shown, *bounds]), max([*shown, *bounds]))
     low, high = min(ticks[0], *shown), max(ticks[-1], *shown)
     left, right = 0.4 * _WIDTH, _WIDTH - 14.0
     bottom = _TOP + _ROW * len(estimates)
@@ -221,8 +214,8 @@ def interval_chart(
             continue
         if value.low is not None and value.high is not None:
             parts.append(_line(f"line c{colour}", x(value.low), x(value.high), y, y))
-        told = _told(label, value.mean, value.low, value.high)
-        parts.append(_dot(x(value.mean), y, "4", colour, told))
+        told = (label, value.mean, value.low, value.high)
+        parts.append(_dot(x(value.mean), y, "4", colour, *told))
     return _svg(title, bottom + _BOTTOM, parts)
 
 
@@ -277,103 +270,87 @@ def _text(x: str, y: str, content: str, anchor: str = "middle", more: str = "") 
     return f'<text class="tick" {place}>{escape(content)}</text>'
 
 
-def _dot(x: str, y: str, radius: str, colour: int, told: str) -> str:
-    circle = f'class="dot c{colour}" cx="{x}" cy="{y}" r="{radius}"'
-    return f"<circle {circle}><title>{escape(told)}</title></circle>"
-
-
-def _told(label: str, value: float, low: float | None, high: float | None) -> str:
-    """What the pointer shows: `reward, step 4: 0.25 (0.1 to 0.4)`."""
+def _dot(
+    x: str, y: str, radius: str, colour: int, label: str,
+    value: float, low: float | None, high: float | None,
+) -> str:  # fmt: skip
+    """What the pointer shows at it: `reward, step 4: 0.25 (0.1 to 0.4)`."""
     bounds = "" if low is None or high is None else f" ({number(low)} to {number(high)})"
-    return f"{label}: {number(value)}{bounds}"
+    told = escape(f"{label}: {number(value)}{bounds}")
+    circle = f'class="dot c{colour}" cx="{x}" cy="{y}" r="{radius}"'
+    return f"<circle {circle}><title>{told}</title></circle>"
 
 
 # What is drawn of a run
 
-Scale = Literal["fit", "zero", "unit", "share"]
-"""The value axis: what the curves need, also zero, also 0 and 1 where the values look like
-shares, or always 0 and 1."""
 
+class Chart(NamedTuple):
+    """What is drawn: curves on one axis of values.
 
-@dataclass(frozen=True)
-class Chart:
-    """A drawing with its caption, and what its colours mean: (colour, label)."""
+    `scale`: what the curves need (fit), also zero, also 0 and 1 where the values look like shares
+    (unit), or always these (share). `stacked`: on each other, as stairs. `legend` None: where there
+    are several curves. `steps` None: the page's own.
+    """
 
     title: str
     note: str
-    svg: Markup
-    legend: Sequence[tuple[int, str]]
+    curves: Sequence[Curve]
+    scale: Literal["fit", "zero", "unit", "share"] = "fit"
+    stacked: bool = False
+    legend: bool | None = None
+    steps: tuple[int, int] | None = None
 
 
-def draw_chart(
-    title: str,
-    note: str,
-    curves: Sequence[Curve],
-    steps: tuple[int, int],
-    scale: Scale = "fit",
-    *,
-    legend: bool | None = None,
-    stacked: bool = False,
-) -> Chart | None:
-    """The chart of the curves that have points; None where none has. `legend` None: where there
-    could be several curves; `stacked`: on each other, as stairs."""
-    drawn = [curve for curve in curves if curve.points]
-    if not drawn:
-        return None
-    if stacked:
-        svg = stacked_chart(title, curves, steps, 1.0 if scale == "share" else None)
-        drawn = list(curves)
-    else:
+def draw(listed: Iterable[Chart], steps: tuple[int, int]) -> list[dict[str, Any]]:
+    """The charts that have points, for `chart.html.jinja`; `legend` are colours and labels."""
+    found = []
+    for chart in listed:
+        curves = [curve._replace(label=curve.label or chart.title) for curve in chart.curves]
+        drawn = [curve for curve in curves if curve.points]
+        if not drawn:
+            continue
+        ends = chart.steps or steps
         values = [point.value for curve in drawn for point in curve.points]
         # Scores and rewards between 0 and 1 are shown on that whole scale once they use much of
         # it, so that noise does not look like progress.
-        unit = scale == "unit" and min(values) >= 0 and 0.2 < max(values) <= 1
-        bounds = (0.0, 1.0) if unit or scale == "share" else None
-        svg = line_chart(title, drawn, steps, (0.0, 0.0) if scale == "zero" else bounds)
-    named = len(curves) > 1 if legend is None else legend
-    return Chart(title, note, Markup(svg), [(c.colour, c.label) for c in drawn if named])
+        unit = chart.scale == "unit" and min(values) >= 0 and 0.2 < max(values) <= 1
+        bounds = (0.0, 1.0) if unit or chart.scale == "share" else ()
+        if chart.stacked:
+            svg = stacked_chart(chart.title, curves, ends, 1.0 if bounds else None)
+        else:
+            svg = line_chart(chart.title, drawn, ends, (0.0,) if chart.scale == "zero" else bounds)
+        named = len(chart.curves) > 1 if chart.legend is None else chart.legend
+        legend = [(c.colour, c.label) for c in (curves if chart.stacked else drawn) if named]
+        told = {"title": chart.title, "note": chart.note, "legend": legend}
+        found.append({**told, "svg": Markup(svg)})
+    return found
 
 
-def charts(lines: Sequence[MetricsLine], evaluations: Evaluations) -> list[Chart]:
+def charts(lines: Sequence[MetricsLine], evaluations: Evaluations) -> list[dict[str, Any]]:
     """All charts of a run, the most telling first."""
     every = [line.step for line in lines] + [step for of in evaluations.values() for step in of]
-    steps = min(every, default=0), max(every, default=0)
     logged_names = {name for line in lines for name in line.metrics}
 
-    def curve(label: str, values: Iterable[tuple[int, float]], number: int = 0) -> Curve:
-        return Curve(label, [Point(step, value) for step, value in values], number % 6)
+    def curve(label: str, values: Iterable[tuple[int, float]], colour: int = 0) -> Curve:
+        return Curve(label, [Point(step, value) for step, value in values], colour % 6)
 
-    def logged(
-        title: str, note: str, named: Mapping[str, str], scale: Scale = "fit"
-    ) -> Chart | None:
+    def logged(names: Mapping[str, str]) -> list[Curve]:
         """Curves of metrics, given with their labels."""
-        numbered = enumerate(named.items())
-        curves = [curve(label, series(lines, name), n) for n, (name, label) in numbered]
-        return draw_chart(title, note, curves, steps, scale)
+        named = enumerate(names.items())
+        return [curve(label, series(lines, name), n) for n, (name, label) in named]
 
-    def first(names: Sequence[str], label: str) -> dict[str, str]:
+    def plain(names: Sequence[str]) -> list[Curve]:
+        return logged({name: name.removeprefix("actor/") for name in names})
+
+    def first(names: Sequence[str], label: str) -> list[Curve]:
         """The first of several names that the run logged."""
-        return {name: label for name in [n for n in names if n in logged_names][:1]}
+        return logged({name: label for name in [n for n in names if n in logged_names][:1]})
 
-    def labelled(names: Sequence[str]) -> dict[str, str]:
-        return {name: name.removeprefix("actor/") for name in names}
-
-    def speed(
-        title: str, note: str, quantity: Callable[[Mapping[str, float]], float | None]
-    ) -> Chart | None:
-        return draw_chart(title, note, [curve("tokens/s", derived(lines, quantity))], steps, "zero")
-
-    held_out = []
-    for name, of_steps in evaluations.items():
+    def held_out(of_steps: Mapping[int, Evaluation]) -> list[Curve]:
         measured = [(step, e.interval()) for step, e in of_steps.items() if e.whole]
         points = [Point(step, i.mean, i.low, i.high) for step, i in measured if i is not None]
-        curves = [Curve("held-out score", points)]
-        note = "mean over items, 95% interval"
-        held_out.append(draw_chart(f"Held-out score: {name}", note, curves, steps, "unit"))
-    colours = {"mixed": 0, "all best": 2, "all worst": 1}
-    health = [
-        curve(kind, series(lines, name), colours[kind]) for kind, name in GROUP_HEALTH.items()
-    ]
+        return [Curve("held-out score", points)]
+
     recorded = workflow_metrics(lines)[:_MOST_WORKFLOW_METRICS]
     lows, highs = (dict(series(lines, f"response_length/{end}")) for end in ("min", "max"))
     lengths = [
@@ -382,69 +359,76 @@ def charts(lines: Sequence[MetricsLine], evaluations: Evaluations) -> list[Chart
     ]
     length_note = "tokens a call: mean, shortest to longest" if lengths else "tokens a rollout"
     if not lengths:
-        drawn = series(lines, "rollout/response_tokens/mean")
-        lengths = [Point(step, value) for step, value in drawn]
-    times = {
-        "explorer/time/wait_explore_step": "roll out",
-        "time/train_step": "train",
-        "time/sync_weight": "synchronise",
-    }
-    gpus = [
-        curve(f"GPU {label}", use_by_step(lines, f"gpu/{label}/use"), n)
-        for n, label in enumerate(gpu_devices(lines))
-    ]
+        lengths = [Point(*at) for at in series(lines, "rollout/response_tokens/mean")]
     failed: dict[str, dict[int, float]] = {}
     for line in lines:
         for kind, count in failure_counts(line.metrics).items():
             failed.setdefault(kind, {})[line.step] = count
-    failures = [
-        curve(kind, sorted(counts.items()), n)
-        for n, (kind, counts) in enumerate(sorted(failed.items()), 1)
-    ]
-    drift = "mean difference of a fixed text's log-probabilities after each sync"
-    found = [
-        *held_out,
-        logged("Reward of the rollouts", "mean over tasks", {REWARD: "reward"}, "unit"),
-        draw_chart(
+    listed = [
+        *(
+            Chart(f"Held-out score: {name}", "mean over items, 95% interval", held_out(of), "unit")
+            for name, of in evaluations.items()
+        ),
+        Chart("Reward of the rollouts", "mean over tasks", logged({REWARD: "reward"}), "unit"),
+        Chart(
             "Health of the groups",
             "share of tasks; only mixed groups teach",
-            health,
-            steps,
+            [
+                curve(kind, series(lines, name), colour)
+                for (kind, name), colour in zip(GROUP_HEALTH.items(), (0, 2, 1), strict=True)
+            ],
             "share",
             stacked=True,
         ),
-        logged(
+        Chart(
             "What the workflow recorded",
             "mean over tasks",
-            {f"rollout/{name}/mean": name for name in recorded},
+            logged({f"rollout/{name}/mean": name for name in recorded}),
             "unit",
         ),
-        logged("Loss", "of the step's batch", first(LOSS, "loss")),
-        logged("KL", "as the algorithm logs it", labelled(KL)),
-        logged("Entropy", "nats a token", first(ENTROPY, "entropy")),
-        logged("Gradient norm", "before clipping", labelled(GRADIENT_NORM), "zero"),
-        logged("Sampler against trainer", drift, {MISMATCH: "mismatch"}, "zero"),
-        logged("Learning rate", "", labelled(LEARNING_RATE), "zero"),
-        draw_chart(
-            "Length of the responses", length_note, [Curve("tokens", lengths)], steps, "zero"
+        Chart("Loss", "of the step's batch", first(LOSS, "loss")),
+        Chart("KL", "as the algorithm logs it", plain(KL)),
+        Chart("Entropy", "nats a token", first(ENTROPY, "entropy")),
+        Chart("Gradient norm", "before clipping", plain(GRADIENT_NORM), "zero"),
+        Chart(
+            "Sampler against trainer",
+            "mean difference of a fixed text's log-probabilities after each sync",
+            logged({MISMATCH: "mismatch"}),
+            "zero",
         ),
-        speed("Sampling speed", "tokens drawn a second", sampling_speed),
-        speed("Training speed", "tokens a second, prompts included", training_speed),
-        logged("Seconds a step", "", times, "zero"),
-        draw_chart(
+        Chart("Learning rate", "", plain(LEARNING_RATE), "zero"),
+        Chart("Length of the responses", length_note, [Curve("tokens", lengths)], "zero"),
+        Chart(
+            "Sampling speed",
+            "tokens drawn a second",
+            [curve("tokens/s", derived(lines, sampling_speed))],
+            "zero",
+        ),
+        Chart(
+            "Training speed",
+            "tokens a second, prompts included",
+            [curve("tokens/s", derived(lines, training_speed))],
+            "zero",
+        ),
+        Chart("Seconds a step", "", logged(_TIMES), "zero"),
+        Chart(
             "GPU use",
             "share of the time until the step was done in which any kernel ran",
-            gpus,
-            steps,
+            [
+                curve(f"GPU {label}", use_by_step(lines, f"gpu/{label}/use"), n)
+                for n, label in enumerate(gpu_devices(lines))
+            ],
             "unit",
         ),
-        draw_chart(
+        Chart(
             "Failed rollouts in training",
             "by kind; they cost nothing but themselves",
-            failures,
-            steps,
-            legend=True,
+            [
+                curve(kind, sorted(counts.items()), n)
+                for n, (kind, counts) in enumerate(sorted(failed.items()), 1)
+            ],
             stacked=True,
+            legend=True,
         ),
     ]
-    return [chart for chart in found if chart is not None]
+    return draw(listed, (min(every, default=0), max(every, default=0)))

@@ -1,16 +1,13 @@
 """Held-out evaluations of a run, and the comparison of two of them.
 
-It reads the records that the adapter wrote, whichever engine ran. A rollout that failed has no
-score: a crash is not a wrong answer. The primary comparison counts an item only where both sides
-scored it. Because that could flatter a model that crashes on what it cannot do, a second one counts
-every failed rollout as 0, and the verdict says so when the two do not agree.
+A rollout that failed has no score: a crash is not a wrong answer. The primary comparison counts an
+item only where both sides scored it. Because that could flatter a model that crashes on what it
+cannot do, a second one counts every failed rollout as 0, and the verdict says so when the two do
+not agree. An evaluation that was cut off (as `metrics.jsonl` tells) is never compared, since the
+rollouts that finish first are no fair sample.
 
-An evaluation that was cut off is never compared, since the rollouts that finish first are no fair
-sample. `metrics.jsonl` says which were finished; a task set of which it says nothing was.
-
-What an evaluation used is counted here too. Tokens are those of the evaluated model, as its server
-counted them; money is that of all roles: the evaluated model's from its tokens and its price, other
-roles' from what their clients noted in the trace. A sum with a missing part is None, never 0.
+What an evaluation used is counted here too: tokens of the evaluated model, as its server counted
+them, and money of all roles. A sum with a missing part is None, never 0.
 """
 
 from __future__ import annotations
@@ -67,9 +64,8 @@ class Evaluation:
 
     def metric_interval(self, name: str) -> Interval | None:
         """Mean of `metric(name)` over items with its interval, as `interval` has it."""
-        values = {_metric(record, name) for record in self.records}
-        means = list(self.metric(name).values())
-        return share_or_mean_interval(means, shares=values <= {None, 0.0, 1.0})
+        shares = {_metric(record, name) for record in self.records} <= {None, 0.0, 1.0}
+        return share_or_mean_interval(list(self.metric(name).values()), shares=shares)
 
     def metric_names(self) -> list[str]:
         """'reward' and every metric that a rollout recorded, in the order first seen."""
@@ -107,16 +103,16 @@ class Evaluation:
         Rollouts without a score are left out, or count as unsolved; items with fewer than `k`
         rollouts are left out. None if no item has as many.
         """
-        by_item: dict[int, list[float | None]] = defaultdict(list)
+        by_item: dict[int, list[bool]] = defaultdict(list)
         for record in self.records:
-            by_item[record.item].append(record.score)
-        estimates = []
-        for _, scores in sorted(by_item.items()):
-            counted = [score for score in scores if score is not None]
-            samples = len(scores) if failed_as_unsolved else len(counted)
-            if samples >= k:
-                solved = sum(score >= solved_at for score in counted)
-                estimates.append(pass_at_k(samples, solved, k))
+            if record.score is not None or failed_as_unsolved:
+                solved = record.score is not None and record.score >= solved_at
+                by_item[record.item].append(solved)
+        estimates = [
+            pass_at_k(len(solved), sum(solved), k)
+            for _, solved in sorted(by_item.items())
+            if len(solved) >= k
+        ]
         return share_or_mean_interval(estimates, shares=True)
 
     def solved_rollouts(self, solved_at: float = 1.0) -> int:
@@ -209,16 +205,15 @@ class Comparison:
                 f"has no scored rollout on {'them' if several else 'it'} (failed rollouts: "
                 f"{self.before.failed_rollouts} before, {self.after.failed_rollouts} after)."
             )
-        other = self.failed_as_zero
-        if other is not None:
+        if (other := self.failed_as_zero) is not None:
+            told = {1: "a rise", 0: "no change", -1: "a fall"}[other.direction]
+            doubt = (
+                f", which shows {told}: the two readings do not agree, so look at the failed "
+                "rollouts first"
+            )
+            agree = other.direction == self.primary.direction
             text = f"With every failed rollout counted as 0 it went {other.numbers()}"
-            if other.direction != self.primary.direction:
-                told = {1: "a rise", 0: "no change", -1: "a fall"}[other.direction]
-                text += (
-                    f", which shows {told}: the two readings do not agree, "
-                    "so look at the failed rollouts first"
-                )
-            sentences.append(f"{text}.")
+            sentences.append(f"{text}{'' if agree else doubt}.")
         return sentences
 
 
@@ -248,7 +243,7 @@ def pair(before: Mapping[int, float], after: Mapping[int, float]) -> Paired | No
     if not items:
         return None
     first, second = [before[item] for item in items], [after[item] for item in items]
-    changes = [b - a for a, b in zip(first, second, strict=True)]
+    changes = [after[item] - before[item] for item in items]
     return Paired(
         mean_before=mean(first),
         mean_after=mean(second),
@@ -278,11 +273,6 @@ def compare_ends(evaluations: Evaluations) -> dict[str, Comparison]:
         if len(whole) > 1 and (comparison := compare(whole[0], whole[-1])) is not None:
             comparisons[name] = comparison
     return comparisons
-
-
-def first_and_last(run_dir: Path) -> dict[str, Comparison]:
-    """`compare_ends` of a run folder."""
-    return compare_ends(load_evaluations(run_dir))
 
 
 def scores_of(run_dir: Path) -> dict[int, dict[str, float]]:
@@ -365,20 +355,38 @@ class CallerUse:
 
 @dataclass(frozen=True)
 class Cost:
-    """US dollars by role; roles whose price is not known are in `unknown` instead."""
+    """US dollars by role; roles whose price is not known are in `unknown` instead. `total`: of all
+    roles, None as long as one is unknown."""
 
     by_role: dict[str, float]
     unknown: tuple[str, ...]
 
     @property
     def total(self) -> float | None:
-        """All roles together; None as long as one is unknown."""
         return None if self.unknown else math.fsum(self.by_role.values())
 
 
-def usage(records: Sequence[EvalRecord]) -> Usage:
-    """Calls and tokens of all `records`, failed rollouts included."""
-    return _usage(len(records), [call for record in records for call in record.calls])
+def usage(calls: Sequence[Mapping[str, Any]], rollouts: int) -> Usage:
+    """Calls and tokens of so many rollouts, failed ones included."""
+    answered = [call for call in calls if not call.get("failed")]
+
+    def total(name: str) -> int | None:
+        counts = [call.get(name) for call in answered]
+        return sum(counts) if all(isinstance(count, int) for count in counts) else None  # type: ignore[arg-type]
+
+    return Usage(
+        runs=rollouts,
+        calls=len(calls),
+        failed_calls=len(calls) - len(answered),
+        truncated_calls=sum(bool(call.get("truncated")) for call in answered),
+        prompt_tokens=total("prompt_tokens"),
+        tokens=total("tokens"),
+    )
+
+
+def usage_of(records: Sequence[EvalRecord]) -> Usage:
+    """Calls and tokens of all `records`."""
+    return usage([call for record in records for call in record.calls], len(records))
 
 
 def callers(records: Sequence[EvalRecord]) -> list[CallerUse]:
@@ -399,16 +407,16 @@ def callers(records: Sequence[EvalRecord]) -> list[CallerUse]:
             if not (name == operator or name.startswith(f"{operator}.")):
                 name = f"{operator}.{name}" if name else operator
             outcomes[name][str(use.get("outcome"))] += 1
-    total = usage(records).tokens
+    total = usage_of(records).tokens
     found = []
     for caller, calls in by_caller.items():
-        own = _usage(rollouts[caller], calls)
+        own = usage(calls, rollouts[caller])
         share = own.tokens / total if total and own.tokens is not None else None
         found.append(CallerUse(caller, own, share, dict(outcomes[caller.rpartition("/")[2]])))
     found.sort(key=lambda use: (-(use.usage.tokens or 0), use.caller))
     calling = {caller.rpartition("/")[2] for caller in by_caller}
     return found + [
-        CallerUse(name, _usage(0, []), 0.0 if total else None, dict(counts))
+        CallerUse(name, usage([], 0), 0.0 if total else None, dict(counts))
         for name, counts in sorted(outcomes.items())
         if name not in calling
     ]
@@ -440,20 +448,3 @@ def cost(records: Sequence[EvalRecord], price: Price | None) -> Cost:
 def per_solved(amount: float | None, solved: int) -> float | None:
     """`amount` for each solved rollout, failed attempts included; None if none was solved."""
     return amount / solved if amount is not None and solved else None
-
-
-def _usage(rollouts: int, calls: Sequence[dict[str, Any]]) -> Usage:
-    answered = [call for call in calls if not call.get("failed")]
-
-    def total(name: str) -> int | None:
-        counts = [call.get(name) for call in answered]
-        return sum(counts) if all(isinstance(count, int) for count in counts) else None  # type: ignore[arg-type]
-
-    return Usage(
-        runs=rollouts,
-        calls=len(calls),
-        failed_calls=len(calls) - len(answered),
-        truncated_calls=sum(bool(call.get("truncated")) for call in answered),
-        prompt_tokens=total("prompt_tokens"),
-        tokens=total("tokens"),
-    )

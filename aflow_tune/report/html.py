@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.models.redaction import masked
-from aflow_tune.report.audit import CHECKS, GPU_CHECK, audit_run, describe
+from aflow_tune.report.audit import CHECKS, GPU_CHECK, audit_run
 from aflow_tune.report.charts import charts
 from aflow_tune.report.evaluation import (
     Comparison,
@@ -29,7 +29,7 @@ from aflow_tune.report.evaluation import (
     pair,
 )
 from aflow_tune.report.metrics import MetricsLine, read_metrics
-from aflow_tune.report.page import TONES, plain_text, render, transcript_pairs, write_page
+from aflow_tune.report.page import plain_text, write_page
 from aflow_tune.report.quantities import (
     TRACE_METRICS,
     failure_counts,
@@ -81,6 +81,12 @@ class _Read:
             totals.update(found)
         self.failures = dict(totals.most_common())
         """Failed rollouts of the whole training by kind, most frequent first."""
+        places = {"merged": "export/merged", "adapter": "export/adapter", "monitor": "monitor"}
+        there = {name: run_dir / place for name, place in places.items()}
+        self.places = {name: str(path) if path.exists() else "" for name, path in there.items()}
+        """What the run left for use, as paths; "" for what is not there."""
+        steps = (path.name.removeprefix("global_step_") for path in run_dir.glob("global_step_*"))
+        self.saved = sorted(int(step) for step in steps if step.isdigit())
 
 
 def write_report(
@@ -106,7 +112,8 @@ def write_report(
     with contextlib.suppress(OSError, ValueError):
         harvest = json.loads((run_dir / COUNTS_FILE).read_text(encoding="utf-8"))
     facts = [(label, told[k]) for k, label in _FACTS.items() if told.get(k, "None") != "None"]
-    text = render(
+    return write_page(
+        run_dir / REPORT_NAME,
         "report.html.jinja",
         title=run_dir.resolve().name,
         run_dir=str(run_dir),
@@ -114,22 +121,16 @@ def write_report(
         score=settings.get("report.score", "reward"),
         steps=_steps_done(read.lines),
         read=read,
-        tones=TONES,
         measures=_measures,
-        transcripts=transcript_pairs,
         evaluations=[e for steps in read.evaluations.values() for e in steps.values()],
         charts=charts(read.lines, read.evaluations),
         writer=writer_section(read.written) if read.written else None,
         harvest=harvest,
-        plain=plain_text,
         changes=changes,
         settings=sorted(settings.items()),
-        places=_places(run_dir),
-        resumable=any(run_dir.glob("global_step_*")),
         python=repr,
         shell=shlex.quote,
     )
-    return write_page(run_dir / REPORT_NAME, text)
 
 
 def summary_text(run_dir: Path, report: Path) -> str:
@@ -146,26 +147,18 @@ def summary_text(run_dir: Path, report: Path) -> str:
         sentences.append(f"Failed rollouts in training: {listed}.")
     if read.written is not None:
         sentences += summary_lines(read.written)
-    sentences += describe(read.findings, read.checks)
-    steps = (path.name.removeprefix("global_step_") for path in run_dir.glob("global_step_*"))
-    saved = [int(step) for step in steps if step.isdigit()]
-    found = _places(run_dir)
+    sentences += [f"Audit: {finding}" for finding in read.findings]
+    if not read.findings:
+        sentences.append(f"Audit: nothing found ({', '.join(read.checks)}).")
     places = {
         "report": str(report),
-        "model": found["merged"],
-        "adapter": found["adapter"],
-        "checkpoint": str(run_dir / f"global_step_{max(saved)}") if saved else "",
+        "model": read.places["merged"],
+        "adapter": read.places["adapter"],
+        "checkpoint": str(run_dir / f"global_step_{read.saved[-1]}") if read.saved else "",
         "curves": f"tensorboard --logdir {shlex.quote(str(run_dir / 'monitor'))}",
     }
     shown = [f"{label + ':':<12}{text}" for label, text in places.items() if text]
     return "\n".join([*sentences, "", *shown])
-
-
-def _places(run_dir: Path) -> dict[str, str]:
-    """What a run left for use, as paths; "" for what is not there."""
-    places = {"merged": "export/merged", "adapter": "export/adapter", "monitor": "monitor"}
-    there = {name: run_dir / place for name, place in places.items()}
-    return {name: str(path) if path.exists() else "" for name, path in there.items()}
 
 
 def _steps_done(lines: Sequence[MetricsLine]) -> int:
@@ -202,10 +195,9 @@ def read_chain(folder: Path) -> tuple[list[dict[str, Any]], list[tuple[str, Comp
         model, seconds = Path(str(entry.get("model") or "")), int(float(entry.get("seconds") or 0))
         if model.is_relative_to(folder.resolve()):  # one that an earlier stage left
             model = model.relative_to(folder.resolve())
-        try:
+        evaluations: dict[str, dict[int, Evaluation]] = {}
+        with contextlib.suppress(ValueError):  # damaged records: the stage's own report says so
             evaluations = load_evaluations(place)
-        except ValueError:  # damaged records: the stage's own report says so
-            evaluations = {}
         scores = []
         for name, steps in evaluations.items():
             whole = [evaluation for evaluation in steps.values() if evaluation.whole]
@@ -235,9 +227,8 @@ def read_chain(folder: Path) -> tuple[list[dict[str, Any]], list[tuple[str, Comp
 def write_chain_report(folder: Path) -> Path:
     """Write the page of a chain; returns its path."""
     stages, compared = read_chain(folder)
-    title = folder.resolve().name
-    text = render("chain.html.jinja", title=title, stages=stages, compared=compared, tones=TONES)
-    return write_page(folder / REPORT_NAME, text)
+    told = {"title": folder.resolve().name, "stages": stages, "compared": compared}
+    return write_page(folder / REPORT_NAME, "chain.html.jinja", **told)
 
 
 def chain_summary(folder: Path, report: Path) -> str:
@@ -249,8 +240,8 @@ def chain_summary(folder: Path, report: Path) -> str:
             f"{name} {before}" + (f" -> {after}" if after else "")
             for name, _, before, after in line["scores"]
         )
-        names = [line["name"], line["mode"], line["status"]]
-        rows.append((*names, line["steps"] or "-", scores or "-"))
+        told = (line["name"], line["mode"], line["status"])
+        rows.append((*told, line["steps"] or "-", scores or "-"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

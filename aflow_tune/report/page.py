@@ -34,8 +34,9 @@ _SHOWN = {
 spelled out."""
 
 
-def render(template: str, **content: Any) -> str:
-    """The text of a page; `written` is the time now, unless it is given."""
+def write_page(path: Path, template: str, **content: Any) -> Path:
+    """Write a page whole or not at all; returns its path. Templates also know `plain`, `tones`,
+    `transcripts`, and `written`: the time now, unless it is given."""
     import jinja2
 
     folder = resources.files("aflow_tune.report")
@@ -46,13 +47,9 @@ def render(template: str, **content: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    environment.globals |= {"plain": plain_text, "tones": TONES, "transcripts": transcript_pairs}
     written = time.strftime("%Y-%m-%d %H:%M")
-    return environment.get_template(template).render({"written": written, **content})
-
-
-def write_page(path: Path, text: str) -> Path:
-    """Write a page whole or not at all; returns its path."""
-    write_whole(path, text)
+    write_whole(path, environment.get_template(template).render({"written": written, **content}))
     return path
 
 
@@ -68,12 +65,12 @@ def transcript_pairs(comparison: Comparison) -> list[dict[str, Any]]:
         return {**told, "calls": calls}
 
     after = {(record.item, record.run): record for record in comparison.after.records}
-    found = []
-    for record in comparison.before.records:
-        other = after.get((record.item, record.run))
-        if other is not None and record.transcript and other.transcript:
-            found.append({"item": record.item, "before": side(record), "after": side(other)})
-    return found[:MOST_PAIRS]
+    pairs = [(record, after.get((record.item, record.run))) for record in comparison.before.records]
+    return [
+        {"item": one.item, "before": side(one), "after": side(other)}
+        for one, other in pairs
+        if other is not None and one.transcript and other.transcript
+    ][:MOST_PAIRS]
 
 
 def plain_text(value: Any) -> str:

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,30 +43,18 @@ _SIGN_OF_LIFE_SECONDS = 30.0
 _CHATTY = ("rolling out", "training")
 """Phases that change twice a step: a log has a line for each step already."""
 _BARS = "▁▂▃▄▅▆▇█"
-
-
-@dataclass(frozen=True)
-class StepState:
-    """What was known when the trainer finished a step. `time`: seconds since the epoch; `health`:
-    shares of groups; `failures`: by kind; `loss`: where there are no rewards."""
-
-    step: int = 0
-    time: float = 0.0
-    reward: float | None = None
-    health: Mapping[str, float] = field(default_factory=dict)
-    tokens_per_second: float | None = None
-    failures: Mapping[str, float] = field(default_factory=dict)
-    valid_graphs: float | None = None
-    loss: float | None = None
+_SPEED, _LOSS = "speed", "loss"
+_SHOWN = (REWARD, VALID_GRAPHS, *GROUP_HEALTH.values())
 
 
 class RunFollower:
     """The state of a run; each `update()` reads only what is new.
 
-    `now` is what is known of the step under way, `step` the last one that was trained, `failures`
-    count those of training by kind, `held_out` has the mean score of each finished evaluation by
-    task set and step. Of the evaluation under way `evaluated_now` of `evaluated_of` items are done
-    (0: there is none; None: its size is not known).
+    `now` has what is known of the step under way by the names of metrics, `steps` the same for
+    each step that was trained, with the time it ended (seconds since the epoch) and its failures
+    by kind. `held_out` has the mean score of each finished evaluation by task set and step. Of the
+    evaluation under way `evaluated_now` of `evaluated_of` items are done (0: there is none; None:
+    its size is not known).
 
     Args:
         since: evaluations not written to after this time (seconds since the epoch) are not
@@ -89,19 +76,18 @@ class RunFollower:
         self.held_out: dict[str, list[tuple[int, float]]] = {}
         self.evaluated_now = 0
         self.evaluated_of: int | None = None
-        self._since = since
-        self._given_sizes = dict(sizes or {})
+        self._since, self._given_sizes = since, dict(sizes or {})
         self._metrics = LineTail(run_dir / FILE_NAME)
-        self._scores: dict[tuple[str, int], dict[tuple[int, int], float | None]] = {}
-        self._records: dict[tuple[str, int], LineTail] = {}
+        self._records: dict[tuple[str, int], tuple[LineTail, dict[Any, float | None]]] = {}
         self._follows_logs = logs
         self._log_tails = {path: LineTail(path, at_end=True) for path in self._logs()}
         self._forget_metrics()
 
     def _forget_metrics(self) -> None:
-        self.now = StepState()
-        self.steps: list[StepState] = []
+        self.now: dict[str, float] = {}
+        self.steps: dict[int, tuple[float, dict[str, float], dict[str, float]]] = {}
         self.rewards: dict[int, float] = {}
+        self.losses: dict[int, float] = {}
         self.evaluated_at: dict[int, float] = {}
         self._finished: set[tuple[str, int]] = set()
         self._sizes = dict(self._given_sizes)
@@ -109,10 +95,12 @@ class RunFollower:
 
     @property
     def step(self) -> int:
-        return max((state.step for state in self.steps), default=0)
+        """The last step that was trained."""
+        return max(self.steps, default=0)
 
     @property
     def failures(self) -> dict[str, float]:
+        """Failed rollouts of training by kind."""
         totals: Counter[str] = Counter()
         for failures in self._failures.values():
             totals.update(failures)
@@ -123,10 +111,8 @@ class RunFollower:
         lines, anew = self._metrics.read()
         if anew:
             self._forget_metrics()
-        for text in lines:
-            line = parse_line(text)
-            if line is not None:
-                self._take(line)
+        for line in filter(None, map(parse_line, lines)):
+            self._take(line)
         self._read_records()
         for path in self._logs():
             for text in self._log_tails.setdefault(path, LineTail(path)).read()[0]:
@@ -136,45 +122,32 @@ class RunFollower:
         return self
 
     def _take(self, line: MetricsLine) -> None:
-        metrics, now = line.metrics, self.now
+        metrics, step = line.metrics, line.step
         for name, items in finished_evaluations(metrics).items():
-            self._finished.add((name, line.step))
+            self._finished.add((name, step))
             self._sizes[name] = items
-            self.evaluated_at[line.step] = line.time
+            self.evaluated_at[step] = line.time
         if failures := failure_counts(metrics):
-            self._failures[line.step] = failures
+            self._failures[step] = failures
         if REWARD in metrics:
-            self.rewards[line.step] = metrics[REWARD]
-        health = {kind: metrics[key] for kind, key in GROUP_HEALTH.items() if key in metrics}
-        speed = sampling_speed(metrics)
-        self.now = replace(
-            now,
-            reward=metrics.get(REWARD, now.reward),
-            health=health or now.health,
-            valid_graphs=metrics.get(VALID_GRAPHS, now.valid_graphs),
-            tokens_per_second=now.tokens_per_second if speed is None else speed,
-        )
-        if is_training(line) and line.step > 0:
-            losses = [metrics[name] for name in LOSS if name in metrics and not self.rewards]
-            state = replace(
-                self.now,
-                step=line.step,
-                time=line.time,
-                reward=self.rewards.get(line.step, self.now.reward),
-                failures=self._failures.get(line.step, {}),
-                loss=losses[0] if losses else None,
-            )
-            self.steps.append(state)
+            self.rewards[step] = metrics[REWARD]
+        self.now |= {name: metrics[name] for name in _SHOWN if name in metrics}
+        if (speed := sampling_speed(metrics)) is not None:
+            self.now[_SPEED] = speed
+        if is_training(line) and step > 0:
+            for name in [name for name in LOSS if name in metrics][:1]:
+                self.now[_LOSS] = self.losses[step] = metrics[name]
+            of_step = {REWARD: self.rewards[step]} if step in self.rewards else {}
+            self.steps[step] = line.time, self.now | of_step, self._failures.get(step, {})
 
     def _read_records(self) -> None:
         folder = self.run_dir / FOLDER
         for step, path in record_files(folder):
             key = path.parent.relative_to(folder).as_posix(), step
-            self._records.setdefault(key, LineTail(path))
+            self._records.setdefault(key, (LineTail(path), {}))
         self.held_out, self.evaluated_now, self.evaluated_of = {}, 0, None
-        for (name, step), tail in sorted(self._records.items(), key=lambda item: item[0]):
+        for (name, step), (tail, scores) in sorted(self._records.items(), key=lambda it: it[0]):
             lines, anew = tail.read()
-            scores = self._scores.setdefault((name, step), {})
             if anew:
                 scores.clear()
             for text in lines:
@@ -245,7 +218,7 @@ class Panel:
         with _harmless():  # what a resumed run logged before is not news
             run = self._run.update()
             self._first_step = run.step
-            self._printed |= {("step", state.step) for state in run.steps}
+            self._printed |= {("step", step) for step in run.steps}
             self._printed |= {(name, step) for name, of in run.held_out.items() for step, _ in of}
         with _harmless():
             console = self.console
@@ -284,15 +257,14 @@ class Panel:
             else:
                 self._print_lines()
 
-    def _left(self) -> str | None:
-        """The time left, told."""
+    def _left(self, before: str, after: str) -> str:
+        """The time left between two texts; "" where it is not known."""
         run, start, since = self._run, self._first_step, self._steps_began
-        if run.step >= self.total:
-            return None
         ended = {start: max(since, run.evaluated_at.get(start, since))}
-        ended |= {s.step: s.time for s in run.steps if s.step > start and s.time >= since}
+        ended |= {s: at for s, (at, *_) in run.steps.items() if s > start and at >= since}
         seconds = seconds_left(ended, self.total, time.time())
-        return None if seconds is None else clock(seconds)
+        done = seconds is None or run.step >= self.total
+        return "" if done else f"{before}{clock(seconds or 0.0)}{after}"
 
     def _now(self) -> str:
         """The phase, with what the files tell beyond it."""
@@ -315,7 +287,7 @@ class Panel:
         from rich.table import Table
         from rich.text import Text
 
-        run, now = self._run, self._run.now
+        run = self._run
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
@@ -324,16 +296,12 @@ class Panel:
         bar = ProgressBar(total=max(1, self.total), completed=run.step, width=24)
         step.add_row(f"{run.step} of {self.total}", bar)
         table.add_row("step", step)
-        losses = {state.step: state.loss for state in run.steps if state.loss is not None}
-        if now.reward is None and losses:
-            now = replace(now, loss=losses[max(losses)])
-        trend = "" if self.console.options.ascii_only else sparkline(run.rewards or losses)
-        for number, (label, told) in enumerate(self._figures(now, run.failures)):
+        trend = "" if self.console.options.ascii_only else sparkline(run.rewards or run.losses)
+        for number, (label, told) in enumerate(self._figures(run.now, run.failures)):
             style = "yellow" if label == "failed" else ""
             table.add_row(label, Text(told if number else f"{told}  {trend}".rstrip(), style=style))
-        left = self._left()
         elapsed = clock(time.monotonic() - self._started)
-        table.add_row("time", elapsed + (f", about {left} left" if left else ""))
+        table.add_row("time", elapsed + self._left(", about ", " left"))
         warning = self._own_warning or run.warning
         if warning:
             table.add_row("warning", Text(_shortened(warning), style="yellow"))
@@ -344,38 +312,37 @@ class Panel:
         for name, points in run.held_out.items():
             for step, value in points:
                 self._once((name, step), f"held-out {value:.3f} at step {step} [{name}]")
-        for state in run.steps:
-            if ("step", state.step) not in self._printed:
-                told = [f"{label} {text}" for label, text in self._figures(state, state.failures)]
-                left = self._left()
-                line = "  ".join([f"step {state.step}/{self.total}", *told])
-                self._once(("step", state.step), line + (f", {left} left" if left else ""))
+        for step, (_, metrics, failures) in list(run.steps.items()):
+            if ("step", step) not in self._printed:
+                told = [f"{label} {text}" for label, text in self._figures(metrics, failures)]
+                line = "  ".join([f"step {step}/{self.total}", *told])
+                self._once(("step", step), line + self._left(", ", " left"))
         if run.evaluated_now and time.monotonic() - self._last_sign > _SIGN_OF_LIFE_SECONDS:
             self._print(self._now())
         if run.warning:
             self._once(("warning", run.warning), f"warning: {_shortened(run.warning)}")
 
     def _figures(
-        self, state: StepState, failures: Mapping[str, float]
+        self, metrics: Mapping[str, float], failures: Mapping[str, float]
     ) -> Iterator[tuple[str, str]]:
         """Labels and texts of what is known at a step; the first is reward or loss."""
-        shares = ", ".join(f"{share:.0%} {kind}" for kind, share in state.health.items())
-        if state.reward is not None:
-            yield "reward", f"{state.reward:.3f}" + (f" ({shares})" if shares else "")
-        elif state.loss is not None:
-            yield "loss", f"{state.loss:.4g}"
+        health = {kind: metrics[name] for kind, name in GROUP_HEALTH.items() if name in metrics}
+        shares = ", ".join(f"{share:.0%} {kind}" for kind, share in health.items())
+        if REWARD not in metrics and _LOSS in metrics:
+            yield _LOSS, f"{metrics[_LOSS]:.4g}"
         else:
-            yield "reward", "-"
-        if state.valid_graphs is not None:
-            yield "valid graphs", f"{state.valid_graphs:.0%}"
+            reward = f"{metrics[REWARD]:.3f}" if REWARD in metrics else "-"
+            yield "reward", reward + (f" ({shares})" if shares else "")
+        if VALID_GRAPHS in metrics:
+            yield "valid graphs", f"{metrics[VALID_GRAPHS]:.0%}"
         for name, points in self._run.held_out.items():
             ends = points if len(points) < 3 else (points[0], points[-1])
             yield "held-out", f"{' -> '.join(f'{value:.3f}' for _, value in ends) or '-'}  [{name}]"
         if failures:
             told = ", ".join(f"{count:.0f} {kind}" for kind, count in sorted(failures.items()))
             yield "failed", told
-        if state.tokens_per_second:
-            yield "sampling", f"{state.tokens_per_second:.0f} tokens/s"
+        if metrics.get(_SPEED):
+            yield "sampling", f"{metrics[_SPEED]:.0f} tokens/s"
 
     def _once(self, key: tuple[str, int | str], text: str) -> None:
         if key not in self._printed:

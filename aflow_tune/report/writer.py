@@ -1,8 +1,8 @@
 """A policy that writes workflows: its records, what is counted of them, and what they may hide.
 
 The writer's workflow keeps one record a rollout under `writer` (`aflow_tune.context.keep`): in
-`rollouts/` for training, in the evaluation records for held-out tasks. `writer_section.py` makes
-a section of the report of them.
+`rollouts/` for training, in the evaluation records for held-out tasks. `writer_section.py` shows
+them.
 
 A record holds what a model wrote, so nothing in it is trusted: a field of another type counts as
 absent, texts are cut, a record that does not say whether its graph was valid is passed over.
@@ -82,11 +82,6 @@ def _whole(value: Any) -> int | None:
     return int(value) if whole else None
 
 
-def _level(value: Any) -> int | None:
-    level = _whole(value)
-    return level if level in set(Level) else None
-
-
 def _key(value: Any) -> str | None:
     """A structure's key; a long one is cut and told apart by a hash."""
     if not isinstance(value, str) or len(value) <= _MOST_KEY:
@@ -116,10 +111,6 @@ def _refusals(value: Any) -> list[RefusalTold]:
     return found
 
 
-def _prompt(value: Any) -> str | None:
-    return _cut(value, _MOST_PROMPT) if isinstance(value, str) else None
-
-
 def _by(read: Callable[[Any], Any]) -> Any:
     """A field of a record, and how it is read from whatever stands there."""
     return field(metadata={"read": read})
@@ -137,11 +128,13 @@ class WriterRollout:
     task: tuple[str, int]
     reward: float | None
     valid: bool
-    level: int | None = _by(_level)
+    level: int | None = _by(lambda value: n if (n := _whole(value)) in set(Level) else None)
     problem_type: str = _by(_text(_MOST_NAME))
     problem: str = _by(_text())
     text: str = _by(_text(_MOST_PROMPT))
-    prompts: Mapping[str, str] = _by(_entries(_prompt))
+    prompts: Mapping[str, str] = _by(
+        _entries(lambda value: _cut(value, _MOST_PROMPT) if isinstance(value, str) else None)
+    )
     code: str = _by(_text(_MOST_CODE))
     refusals: Sequence[RefusalTold] = _by(_refusals)
     structure: str | None = _by(_key)
@@ -171,52 +164,32 @@ class WriterRollout:
 Rollouts = Sequence[WriterRollout]
 
 
-@dataclass(frozen=True)
 class WriterRecords:
     """All records of a run folder: of training by step, of held-out task sets by name and step.
-    Evaluations that were cut off or have no records are left out."""
+    Evaluations that were cut off or have no records are left out.
 
-    training: Mapping[int, Rollouts]
-    held_out: Mapping[str, Mapping[int, Rollouts]]
+    `first` and `last` are those of the ends of training (`first` is empty if there is one step),
+    `before` those of the first evaluation of each task set that has a later one, `after` of the
+    last. `latest` is the newest picture of the policy, the last evaluations or else the last steps,
+    `earliest` what it can be compared with, perhaps empty. `every` has training before evaluations.
+    """
 
-    @property
-    def before(self) -> list[WriterRollout]:
-        """The first evaluation of each task set that has a later one."""
-        ends = [steps for steps in self.held_out.values() if len(steps) > 1]
-        return [rollout for steps in ends for rollout in steps[min(steps)]]
-
-    @property
-    def after(self) -> list[WriterRollout]:
-        """The last evaluation of each task set."""
-        return [rollout for steps in self.held_out.values() for rollout in steps[max(steps)]]
-
-    @property
-    def training_ends(self) -> tuple[list[WriterRollout], list[WriterRollout]]:
-        """The first and the last steps of training; the first are empty if there is one step."""
-        steps = sorted(self.training)
+    def __init__(
+        self, training: Mapping[int, Rollouts], held_out: Mapping[str, Mapping[int, Rollouts]]
+    ) -> None:
+        self.training, self.held_out = training, held_out
+        sets = [training, *held_out.values()]
+        self.every = [rollout for of in sets for step in sorted(of) for rollout in of[step]]
+        ends = [(of, min(of), max(of)) for of in held_out.values()]
+        self.before = [rollout for of, low, high in ends if low < high for rollout in of[low]]
+        self.after = [rollout for of, _, high in ends for rollout in of[high]]
+        steps = sorted(training)
         most = min(ENDS, max(1, len(steps) // 2))
-        first = self.of_steps(steps[:most]) if len(steps) > 1 else []
-        return first, self.of_steps(steps[-most:])
-
-    def of_steps(self, steps: Iterable[int]) -> list[WriterRollout]:
-        """The training rollouts of these steps."""
-        return [rollout for step in steps for rollout in self.training[step]]
-
-    @property
-    def latest(self) -> list[WriterRollout]:
-        """The newest picture of the policy: the last evaluations, else the last steps."""
-        return self.after or self.training_ends[1]
-
-    @property
-    def earliest(self) -> list[WriterRollout]:
-        """The first picture that can be compared with `latest`; empty where there is none."""
-        return self.before if self.after else self.training_ends[0]
-
-    @property
-    def every(self) -> list[WriterRollout]:
-        """All rollouts: training by step, then the evaluations."""
-        sets = [self.training, *self.held_out.values()]
-        return [rollout for steps in sets for step in sorted(steps) for rollout in steps[step]]
+        first = steps[:most] if len(steps) > 1 else []
+        self.first = [rollout for step in first for rollout in training[step]]
+        self.last = [rollout for step in steps[-most:] for rollout in training[step]]
+        self.latest = self.after or self.last
+        self.earliest = self.before if self.after else self.first
 
 
 def load_writer(run_dir: Path, evaluations: Evaluations) -> WriterRecords | None:
@@ -255,74 +228,54 @@ def read_rollout(
     return WriterRollout(step, task, _number(reward), raw["valid"], **found)
 
 
-@dataclass(frozen=True)
 class Numbers:
-    """What is counted of some rollouts.
+    """What is counted of some rollouts, of which there is at least one.
 
     Intervals are over tasks, the rollouts of a task being averaged first. A graph counts as read
     where it has a structure, refused or not. Shares by name have the most frequent first:
     `refusals` of the rollouts with a refusal of this kind, `operators` of the read graphs that
-    name it; `levels` of the rollouts. `nodes`: the calls in a graph's source, their mean, smallest
-    and largest. `structures` counts valid graphs, `prompts` distinct pairs of instance and text.
-    The cost of a solved task is what all rollouts spent on executing for each that scored 1.
+    name it; `levels` of the rollouts, `fallbacks` of those not answered by the graph as written.
+    `nodes`: the calls in a graph's source, their mean, smallest and largest. `structures` counts
+    valid graphs, `dominance` is the share of the most frequent one (None without any), `prompts`
+    counts distinct pairs of instance and text. The cost of a solved task is what all rollouts spent
+    on executing for each that scored 1.
     """
 
-    rollouts: int
-    valid: Interval
-    levels: Mapping[int, float]
-    refusals: Mapping[str, float]
-    operators: Mapping[str, float]
-    nodes: Interval | None
-    structures: Mapping[str, int]
-    prompts: int
-    correct: Interval | None
-    correct_clean: Interval | None
-    usd_per_solved: float | None
-    tokens_per_solved: float | None
+    def __init__(self, rollouts: Rollouts) -> None:
+        valid = task_interval(rollouts, is_valid)
+        assert valid is not None
+        self.valid = valid
+        self.rollouts = len(rollouts)
+        levels = Counter(rollout.level for rollout in rollouts)
+        self.levels = {level.value: levels[level] / len(rollouts) for level in Level}
+        self.fallbacks = math.fsum(self.levels[level] for level in Level if level != Level.CLEAN)
+        self.refusals = _shares({told.kind for told in r.refusals} for r in rollouts)
+        graphs = [rollout for rollout in rollouts if rollout.structure is not None]
+        self.operators = _shares(graph.operators.keys() for graph in graphs)
+        nodes = [rollout.nodes for rollout in graphs if rollout.nodes is not None]
+        self.nodes = Interval(mean(nodes), min(nodes), max(nodes), len(nodes)) if nodes else None
+        self.structures = dict(structures_of(graphs).most_common())
+        most = max(self.structures.values(), default=0)
+        self.dominance = most / sum(self.structures.values()) if most else None
+        self.prompts = len({prompt for r in rollouts for prompt in r.prompts.items()})
+        self.correct = task_interval(rollouts, lambda rollout: rollout.score)
+        self.correct_clean = task_interval(rollouts, lambda rollout: rollout.correct_clean)
+        solved = sum(r.score is not None and r.score >= 1.0 for r in rollouts)
+        self.usd_per_solved = per_solved(_sum_if_known(r.usd for r in rollouts), solved)
+        self.tokens_per_solved = per_solved(_sum_if_known(r.tokens for r in rollouts), solved)
 
-    @property
-    def fallbacks(self) -> float:
-        """Share of the rollouts whose answer did not come from the graph as written."""
-        return math.fsum(share for level, share in self.levels.items() if level != Level.CLEAN)
 
-    @property
-    def dominance(self) -> float | None:
-        """Share of the most frequent structure among the valid graphs; None without any."""
-        counts = list(self.structures.values())
-        return counts[0] / sum(counts) if counts else None
+def _shares(names: Iterable[Iterable[str]]) -> dict[str, float]:
+    """Of collections of names the share that has each."""
+    listed = list(names)
+    counts = Counter(name for found in listed for name in found)
+    return {name: number / len(listed) for name, number in counts.most_common()}
 
 
-def count(rollouts: Rollouts) -> Numbers:
-    """The numbers of these rollouts, of which there is at least one."""
-    valid = task_interval(rollouts, is_valid)
-    assert valid is not None
-    levels = Counter(rollout.level for rollout in rollouts)
-    graphs = [rollout for rollout in rollouts if rollout.structure is not None]
-    nodes = [rollout.nodes for rollout in graphs if rollout.nodes is not None]
-    solved = sum(r.score is not None and r.score >= 1.0 for r in rollouts)
-
-    def spent_per_solved(spent: list[float | None]) -> float | None:
-        known = [value for value in spent if value is not None]
-        return per_solved(math.fsum(known), solved) if len(known) == len(spent) else None
-
-    def shares(names: Iterable[Iterable[str]], of: int) -> dict[str, float]:
-        counts = Counter(name for found in names for name in found)
-        return {name: number / of for name, number in counts.most_common()}
-
-    return Numbers(
-        rollouts=len(rollouts),
-        valid=valid,
-        levels={level.value: levels[level] / len(rollouts) for level in Level},
-        refusals=shares(({told.kind for told in r.refusals} for r in rollouts), len(rollouts)),
-        operators=shares((r.operators.keys() for r in graphs), len(graphs)),
-        nodes=Interval(mean(nodes), min(nodes), max(nodes), len(nodes)) if nodes else None,
-        structures=dict(structures_of(graphs).most_common()),
-        prompts=len({prompt for rollout in rollouts for prompt in rollout.prompts.items()}),
-        correct=task_interval(rollouts, lambda rollout: rollout.score),
-        correct_clean=task_interval(rollouts, lambda rollout: rollout.correct_clean),
-        usd_per_solved=spent_per_solved([rollout.usd for rollout in rollouts]),
-        tokens_per_solved=spent_per_solved([rollout.tokens for rollout in rollouts]),
-    )
+def _sum_if_known(values: Iterable[float | None]) -> float | None:
+    listed = list(values)
+    known = [value for value in listed if value is not None]
+    return math.fsum(known) if len(known) == len(listed) else None
 
 
 def is_valid(rollout: WriterRollout) -> float:
@@ -359,50 +312,33 @@ def task_interval(
     return share_or_mean_interval(list(task_means(rollouts, value).values()), shares=True)
 
 
-def audit_writer(records: WriterRecords, evaluations: Evaluations) -> list[Finding]:
+def audit_writer(records: WriterRecords, evaluations: Evaluations) -> Iterator[Finding]:
     """All warnings about the writer's records, as in `audit.py`: where chance is an unlikely
     reason. `evaluations` tell what their operators did."""
-    uses: Counter[str] = Counter()
-    for name, steps in records.held_out.items():
-        for record in evaluations[name][max(steps)].records if name in evaluations else ():
-            uses.update(str(use.get("outcome")) for use in record.operators)
-    return [
-        *_fewer_valid(records),
-        *_earning_fallbacks(records),
-        *_certain_shares(records.latest, uses),
-    ]
-
-
-def _fewer_valid(records: WriterRecords) -> Iterator[Finding]:
-    """Valid graphs become fewer, from one half of training to the other, or on held-out tasks."""
+    fewer, earning = WRITER_CHECKS[:2]
     intervals = [task_interval(rollouts, is_valid) for rollouts in records.training.values()]
     shares = [interval.mean for interval in intervals if interval is not None]
     change = rise(shares)
     if change is not None and change.high is not None and change.high < 0:
         yield Finding(
-            WRITER_CHECKS[0],
+            fewer,
             f"The share of valid graphs fell by {-change.mean:.0%} from the first to the second "
             f"half of {len(shares)} training steps.",
             "The refusals by kind say what the policy began to do wrong. A lower learning rate or "
             "a stronger KL term keeps it nearer to what it could do.",
         )
     first, last = (task_means(of, is_valid) for of in (records.before, records.after))
-    tasks = sorted(first.keys() & last.keys())
-    if not tasks:
-        return
-    change = paired_difference([first[task] for task in tasks], [last[task] for task in tasks])
-    if change.high is not None and change.high < 0:
-        yield Finding(
-            WRITER_CHECKS[0],
-            f"On {len(tasks)} held-out tasks the share of valid graphs fell by {-change.mean:.0%} "
-            f"from {steps_told(records.before)} to {steps_told(records.after)}.",
-            "Look at the refusals of the last evaluation, and use earlier weights.",
-        )
-
-
-def _earning_fallbacks(records: WriterRecords) -> Iterator[Finding]:
-    """A rollout whose answer came from a fallback has a reward that a clean one also has. No
-    matter of chance: the reward of this package keeps the two apart."""
+    if tasks := sorted(first.keys() & last.keys()):
+        change = paired_difference([first[task] for task in tasks], [last[task] for task in tasks])
+        if change.high is not None and change.high < 0:
+            yield Finding(
+                fewer,
+                f"On {len(tasks)} held-out tasks the share of valid graphs fell by "
+                f"{-change.mean:.0%} from {steps_told(records.before)} to "
+                f"{steps_told(records.after)}.",
+                "Look at the refusals of the last evaluation, and use earlier weights.",
+            )
+    # No matter of chance: the reward of this package keeps clean rollouts and fallbacks apart.
     for where, steps in {"training": records.training, **records.held_out}.items():
         known = [
             (r.clean, r.reward)
@@ -411,21 +347,26 @@ def _earning_fallbacks(records: WriterRecords) -> Iterator[Finding]:
             if r.level is not None and r.reward is not None
         ]
         lowest = min((reward for clean, reward in known if clean), default=math.inf)
-        earning = [reward for clean, reward in known if not clean and reward >= lowest]
-        if earning:
+        earned = [reward for clean, reward in known if not clean and reward >= lowest]
+        if earned:
             yield Finding(
-                WRITER_CHECKS[1],
-                f"In {where} {len(earning)} rollouts whose answer came from a fallback have a "
-                f"reward of up to {max(earning):.3g}, while a clean one has one of {lowest:.3g}.",
+                earning,
+                f"In {where} {len(earned)} rollouts whose answer came from a fallback have a "
+                f"reward of up to {max(earned):.3g}, while a clean one has one of {lowest:.3g}.",
                 "A policy can then gain by writing rubbish: let no fallback earn what a clean "
                 "rollout earns.",
             )
+    yield from _certain_shares(records, evaluations)
 
 
-def _certain_shares(latest: Rollouts, uses: Counter[str]) -> Iterator[Finding]:
-    """Shares that are certainly (Wilson, 95%) larger than they should be, of enough cases. `uses`
-    counts the outcomes of operators."""
+def _certain_shares(records: WriterRecords, evaluations: Evaluations) -> Iterator[Finding]:
+    """Shares that are certainly (Wilson, 95%) larger than they should be, of enough cases."""
+    latest = records.latest
     place = f"At {steps_told(latest)}"
+    uses: Counter[str] = Counter()
+    for name, held_out in records.held_out.items():
+        for record in evaluations[name][max(held_out)].records if name in evaluations else ():
+            uses.update(str(use.get("outcome")) for use in record.operators)
     graphs = structures_of(latest)
     dominant = max(graphs.values(), default=0)
     types = {rollout.problem_type for rollout in latest if rollout.valid and rollout.structure}
@@ -442,10 +383,10 @@ def _certain_shares(latest: Rollouts, uses: Counter[str]) -> Iterator[Finding]:
     no_model = {outcome: uses[outcome] for outcome in _NO_MODEL if uses[outcome]}
     failed_uses = sum(no_model.values())
     told = ", ".join(f"{number} {outcome}" for outcome, number in no_model.items())
-    structures, executor = WRITER_CHECKS[2:]
+    one_structure, executor = WRITER_CHECKS[2:]
     cases: tuple[tuple[str, int, int, int, float, str, str], ...] = (
         (
-            *(structures, dominant, graphs.total(), 20, 0.9),
+            *(one_structure, dominant, graphs.total(), 20, 0.9),
             f"{place} {dominant} of {graphs.total()} valid graphs{kinds} have the same structure.",
             "One template for every task is no written workflow: compare with the fixed default "
             "workflow, vary the examples of the prompt or of the warm start, or sample hotter.",

@@ -19,7 +19,7 @@ from aflow_tune.graph.draw import to_svg
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.inside import GRAPH_FILE
 from aflow_tune.operators import OPERATORS, Operator
-from aflow_tune.report.charts import Chart, Curve, Point, Scale, draw_chart, number
+from aflow_tune.report.charts import Chart, Curve, Point, draw, number
 from aflow_tune.report.evaluation import pair
 from aflow_tune.report.page import plain_text
 from aflow_tune.report.statistics import Interval, mean
@@ -28,7 +28,6 @@ from aflow_tune.report.writer import (
     Rollouts,
     WriterRecords,
     WriterRollout,
-    count,
     is_valid,
     steps_told,
     structures_of,
@@ -81,7 +80,7 @@ def _rows(n: Numbers) -> dict[str, str]:
 
 
 class Phase(NamedTuple):
-    """Some rollouts that stand together in a table: a column of it."""
+    """A column of a table."""
 
     label: str
     rollouts: Rollouts
@@ -90,9 +89,9 @@ class Phase(NamedTuple):
 
 def writer_section(records: WriterRecords) -> dict[str, Any]:
     """All that the section shows of a run folder's records."""
-    ends = {"training": records.training_ends, "held-out": (records.before, records.after)}
+    ends = {"training": (records.first, records.last), "held-out": (records.before, records.after)}
     phases = [
-        Phase(f"{label}, {steps_told(rollouts)}", rollouts, count(rollouts))
+        Phase(f"{label}, {steps_told(rollouts)}", rollouts, Numbers(rollouts))
         for label, both in ends.items()
         for rollouts in both
         if rollouts
@@ -107,8 +106,27 @@ def writer_section(records: WriterRecords) -> dict[str, Any]:
         if first < last:
             paired = pair(before, after)
             held_out.append({"taskset": name, "before": first, "after": last, "valid": paired})
+    totals: Counter[str] = Counter()
+    for phase in phases:
+        totals.update(phase.numbers.refusals)
+    refusals = []  # the most frequent, with what most rollouts of the newest phase were told
+    for kind in sorted(totals, key=lambda kind: (-totals[kind], kind))[:_MOST_KINDS]:
+        example = ""
+        for phase in phases:
+            listed = [refusal for rollout in phase.rollouts for refusal in rollout.refusals]
+            said = Counter(one.message for one in listed if one.kind == kind and one.message)
+            example = said.most_common(1)[0][0] if said else example
+        shares = [phase.numbers.refusals.get(kind, 0.0) for phase in phases]
+        refusals.append({"kind": kind, "shares": shares, "example": plain_text(example)})
     shown = structures(records)
     types = by_type(records.latest, shown)
+    sentence = ""  # whether kinds of task get different graphs
+    most = {row["most"] for row in types}
+    if len(most) == 1 < len(types) and "" not in most:
+        sentence = f"All types have the same most frequent structure, {types[0]['most']}."
+    elif len(types) > 1:
+        told = ", ".join(f"{row['problem_type']}: {row['most'] or 'another'}" for row in types)
+        sentence = f"Types differ in their most frequent structure ({told})."
     kind = "held-out" if records.after else "training"
     return {
         "rollouts": len(records.every),
@@ -116,11 +134,11 @@ def writer_section(records: WriterRecords) -> dict[str, Any]:
         "rows": [(label, texts) for label, texts in rows if any(texts)],
         "held_out": held_out,
         "charts": writer_charts(records),
-        "refusals": _refusals(phases),
+        "refusals": refusals,
         "structures": shown,
         "distinct": len(structures_of(records.latest)),
         "types": types,
-        "types_sentence": _types_sentence(types),
+        "types_sentence": sentence,
         "where": f"{kind}, {steps_told(records.latest)}",
         "graphs": best_and_worst(records),
         "changes": prompt_changes(records.training),
@@ -130,10 +148,10 @@ def writer_section(records: WriterRecords) -> dict[str, Any]:
 
 def summary_lines(records: WriterRecords) -> list[str]:
     """Two lines for the end of a run: valid graphs and fallbacks, and distinct structures."""
-    after, place = count(records.latest), steps_told(records.latest)
+    after, place = Numbers(records.latest), steps_told(records.latest)
     valid, fallbacks = f"{after.valid.mean:.0%}", f"{after.fallbacks:.0%}"
     if records.earliest:
-        before = count(records.earliest)
+        before = Numbers(records.earliest)
         place = f"{steps_told(records.earliest)} to {place}"
         valid = f"{before.valid.mean:.0%} -> {valid}"
         fallbacks = f"{before.fallbacks:.0%} -> {fallbacks}"
@@ -146,108 +164,96 @@ def summary_lines(records: WriterRecords) -> list[str]:
     ]
 
 
-def _refusals(phases: Sequence[Phase]) -> list[dict[str, Any]]:
-    """The most frequent kinds over all phases, with their shares and the sentence that most
-    rollouts of the newest phase with one were told."""
-    totals: Counter[str] = Counter()
-    for phase in phases:
-        totals.update(phase.numbers.refusals)
-    found = []
-    for kind in sorted(totals, key=lambda kind: (-totals[kind], kind))[:_MOST_KINDS]:
-        example = ""
-        for phase in phases:
-            told = [refusal for rollout in phase.rollouts for refusal in rollout.refusals]
-            said = Counter(one.message for one in told if one.kind == kind and one.message)
-            example = said.most_common(1)[0][0] if said else example
-        shares = [phase.numbers.refusals.get(kind, 0.0) for phase in phases]
-        found.append({"kind": kind, "shares": shares, "example": plain_text(example)})
-    return found
-
-
 # Curves
 
 Value = Callable[[Numbers], Any]
 """An interval, a number, or None: not known."""
-ByName = Callable[[Numbers], Mapping[Any, float]]
+_SHARE = "share of the rollouts, 95% interval"
 
 
-def writer_charts(records: WriterRecords) -> list[Chart]:
+def writer_charts(records: WriterRecords) -> list[dict[str, Any]]:
     """All charts that the records have numbers for: over training steps and over evaluations."""
-    training = {step: count(of_step) for step, of_step in records.training.items()}
+    training = {step: Numbers(of_step) for step, of_step in records.training.items()}
     held_out = {
-        name: {step: count(of_step) for step, of_step in steps.items()}
+        name: {step: Numbers(of_step) for step, of_step in steps.items()}
         for name, steps in list(records.held_out.items())[:_MOST_CURVES]
     }
     evaluated = [step for steps in held_out.values() for step in steps] or [0]
-    span = min(training, default=0), max(training, default=0)
+    ends = min(evaluated), max(evaluated)
 
-    def one(title: str, note: str, value: Value, scale: Scale = "zero") -> Chart | None:
-        return draw_chart(title, note, [Curve(title, _points(training, value))], span, scale)
+    def one(value: Value) -> list[Curve]:
+        return [Curve("", _points(training, value))]
 
-    def by_taskset(title: str, note: str, value: Value) -> Chart | None:
-        curves = [
-            Curve(name, _points(steps, value), colour)
-            for colour, (name, steps) in enumerate(held_out.items())
-        ]
-        ends = min(evaluated), max(evaluated)
-        return draw_chart(title, note, curves, ends, "share", legend=True)
+    def by_taskset(value: Value) -> list[Curve]:
+        named = enumerate(held_out.items())
+        return [Curve(name, _points(steps, value), colour) for colour, (name, steps) in named]
 
-    def named(shares: ByName, names: Mapping[Any, tuple[str, int]]) -> list[Curve]:
-        return [
-            Curve(label, _points(training, lambda n, key=key: shares(n).get(key, 0.0)), colour)  # type: ignore[misc]
-            for key, (label, colour) in names.items()
-        ]
-
-    def most_frequent(title: str, note: str, shares: ByName) -> Chart | None:
+    def most_frequent(shares: Callable[[Numbers], Mapping[str, float]]) -> list[Curve]:
         totals: Counter[str] = Counter()
         for numbers in training.values():
             totals.update(shares(numbers))
         most = sorted(totals, key=lambda name: (-totals[name], name))[:_MOST_CURVES]
-        labels = {name: (plain_text(name), colour) for colour, name in enumerate(most)}
-        return draw_chart(title, note, named(shares, labels), span, "share", legend=True)
+        return [
+            Curve(
+                plain_text(name),
+                _points(training, lambda n, name=name: shares(n).get(name, 0.0)),  # type: ignore[misc]
+                colour,
+            )
+            for colour, name in enumerate(most)
+        ]
 
-    levels = named(lambda n: n.levels, _LEVELS)
+    levels = [
+        Curve(name, _points(training, lambda n, level=level: n.levels[level]), colour)  # type: ignore[misc]
+        for level, (name, colour) in _LEVELS.items()
+    ]
     answered = len(training) > 1 and any(point.value for c in levels for point in c.points)
     in_usd = all(
         n.usd_per_solved is not None or n.tokens_per_solved is None for n in training.values()
     )
-    interval = "share of the rollouts, 95% interval"
-    found = [
-        one("Valid graphs", f"training: {interval}", lambda n: n.valid, "share"),
-        by_taskset("Valid graphs, held-out", interval, lambda n: n.valid),
-        by_taskset(
-            "Right answers of clean rollouts, held-out",
-            "score; 0 where a fallback answered",
-            lambda n: n.correct_clean,
+    listed = [
+        Chart("Valid graphs", f"training: {_SHARE}", one(lambda n: n.valid), "share"),
+        Chart(
+            "Valid graphs, held-out", _SHARE, by_taskset(lambda n: n.valid),
+            "share", legend=True, steps=ends,
         ),
-        draw_chart(
-            "Which workflow answered",
-            "share of the rollouts, by what gave the answer",
-            levels if answered else [],
-            span,
-            "share",
-            stacked=True,
+        Chart(
+            "Right answers of clean rollouts, held-out", "score; 0 where a fallback answered",
+            by_taskset(lambda n: n.correct_clean), "share", legend=True, steps=ends,
         ),
-        most_frequent(
-            "Refusals by kind", "share of the rollouts that were told it", lambda n: n.refusals
+        Chart(
+            "Which workflow answered", "share of the rollouts, by what gave the answer",
+            levels if answered else [], "share", stacked=True,
         ),
-        most_frequent("Operators used", "share of the graphs that name it", lambda n: n.operators),
-        one("Graph length", "calls in the source: mean, smallest to largest", lambda n: n.nodes),
-        one("Distinct structures", "among the valid graphs of a step", lambda n: len(n.structures)),
-        one(
-            "Most frequent structure",
-            "its share of the valid graphs of a step",
-            lambda n: n.dominance,
-            "share",
+        Chart(
+            "Refusals by kind", "share of the rollouts that were told it",
+            most_frequent(lambda n: n.refusals), "share", legend=True,
         ),
-        one("Distinct prompts", "pairs of instance and text in a step", lambda n: n.prompts),
-        one(
-            "Cost of a solved task",
-            "US dollars of executing" if in_usd else "tokens of executing",
-            lambda n: n.usd_per_solved if in_usd else n.tokens_per_solved,
+        Chart(
+            "Operators used", "share of the graphs that name it",
+            most_frequent(lambda n: n.operators), "share", legend=True,
         ),
-    ]
-    return [chart for chart in found if chart is not None]
+        Chart(
+            "Graph length", "calls in the source: mean, smallest to largest",
+            one(lambda n: n.nodes), "zero",
+        ),
+        Chart(
+            "Distinct structures", "among the valid graphs of a step",
+            one(lambda n: len(n.structures)), "zero",
+        ),
+        Chart(
+            "Most frequent structure", "its share of the valid graphs of a step",
+            one(lambda n: n.dominance), "share",
+        ),
+        Chart(
+            "Distinct prompts", "pairs of instance and text in a step",
+            one(lambda n: n.prompts), "zero",
+        ),
+        Chart(
+            "Cost of a solved task", f"{'US dollars' if in_usd else 'tokens'} of executing",
+            one(lambda n: n.usd_per_solved if in_usd else n.tokens_per_solved), "zero",
+        ),
+    ]  # fmt: skip
+    return draw(listed, (min(training, default=0), max(training, default=0)))
 
 
 def _points(steps: Mapping[int, Numbers], value: Value) -> list[Point]:
@@ -270,7 +276,7 @@ class Drawing(NamedTuple):
     why_not: str = ""
 
 
-def draw(code: str, operators: Collection[str] = (), name: str = "graph") -> Drawing:
+def drawing_of(code: str, operators: Collection[str] = (), name: str = "graph") -> Drawing:
     """Draw the graph of this code.
 
     The drawing is `graph/draw.py`'s without its own style and background: the page's style gives
@@ -340,7 +346,7 @@ def structures(records: WriterRecords) -> list[dict[str, Any]]:
                 "operators": ", ".join(sites) or "no operator",
                 "share": newest[key] / newest.total() if newest else 0.0,
                 "earlier": first[key] / first.total() if first else None,
-                "drawing": draw(example.code, example.operators, f"structure-{place}"),
+                "drawing": drawing_of(example.code, example.operators, f"structure-{place}"),
             }
         )
     return found
@@ -365,21 +371,8 @@ def by_type(rollouts: Rollouts, shown: Sequence[Mapping[str, Any]]) -> list[dict
             "shares": [counts[key] / counts.total() for key in names],
             "most": names.get(counts.most_common(1)[0][0], ""),
         }
-        for name, counts in sorted(types, key=lambda item: (-item[1].total(), item[0]))[
-            :_MOST_TYPES
-        ]
+        for name, counts in types[:_MOST_TYPES]
     ]
-
-
-def _types_sentence(types: Sequence[Mapping[str, Any]]) -> str:
-    """Whether kinds of task get different graphs, judged by their most frequent structure."""
-    if len(types) < 2:
-        return ""
-    most = {row["most"] for row in types}
-    if len(most) == 1 and "" not in most:
-        return f"All types have the same most frequent structure, {types[0]['most']}."
-    told = ", ".join(f"{row['problem_type']}: {row['most'] or 'another'}" for row in types)
-    return f"Types differ in their most frequent structure ({told})."
 
 
 def best_and_worst(records: WriterRecords) -> list[dict[str, Any]]:
@@ -388,38 +381,31 @@ def best_and_worst(records: WriterRecords) -> list[dict[str, Any]]:
     the highest or lowest reward. What could not be read is shown where nothing else was refused.
 
     A graph is told apart by its code, whatever its prompts: a policy that writes prompts for each
-    problem writes no text twice.
+    problem writes no text twice. Those used less than `FEW_USES` times count where all are.
     """
-    rollouts = records.of_steps(records.training) or records.latest
-    rewarded = [rollout for rollout in rollouts if rollout.reward is not None]
-    valid = _by_code([rollout for rollout in rewarded if rollout.valid])
+    training = [rollout for of_step in records.training.values() for rollout in of_step]
+    rewarded = [rollout for rollout in training or records.latest if rollout.reward is not None]
     invalid = [rollout for rollout in rewarded if not rollout.valid]
-    refused = _by_code([rollout for rollout in invalid if rollout.code] or invalid)
-    found = []
 
-    def show(title: str, name: str, uses: Rollouts, sign: int) -> None:
+    def worst_first(rollouts: Rollouts) -> list[list[WriterRollout]]:
+        graphs: dict[str, list[WriterRollout]] = defaultdict(list)
+        for rollout in rollouts:
+            graphs[(rollout.code or rollout.text).strip()].append(rollout)
+        often = [uses for uses in graphs.values() if len(uses) >= FEW_USES]
+        return sorted(often or graphs.values(), key=_mean_reward)
+
+    valid = worst_first([rollout for rollout in rewarded if rollout.valid])
+    refused = worst_first([rollout for rollout in invalid if rollout.code] or invalid)
+    shown = [("Best graph", "best", uses, 1) for uses in valid[-1:]]
+    shown += [("Worst valid graph", "worst", uses, -1) for uses in valid[:-1][:1]]
+    shown += [("Worst refused graph", "refused", uses, -1) for uses in refused[:1]]
+    found = []
+    for title, name, uses, sign in shown:
         rollout = max(uses, key=lambda use: (sign * _reward(use), use.step))
-        drawing = draw(rollout.code, rollout.operators, f"{name}-graph")
+        drawing = drawing_of(rollout.code, rollout.operators, f"{name}-graph")
         told = {"title": title, "uses": len(uses), "reward": _mean_reward(uses)}
         found.append({**told, "rollout": rollout, "drawing": drawing})
-
-    if valid:
-        best, worst = max(valid, key=_mean_reward), min(valid, key=_mean_reward)
-        show("Best graph", "best", best, 1)
-        if worst is not best:
-            show("Worst valid graph", "worst", worst, -1)
-    if refused:
-        show("Worst refused graph", "refused", min(refused, key=_mean_reward), -1)
     return found
-
-
-def _by_code(rollouts: Rollouts) -> list[list[WriterRollout]]:
-    """The uses of each graph, of those used often enough; of all where none is."""
-    graphs: dict[str, list[WriterRollout]] = defaultdict(list)
-    for rollout in rollouts:
-        graphs[(rollout.code or rollout.text).strip()].append(rollout)
-    often = [uses for uses in graphs.values() if len(uses) >= FEW_USES]
-    return often or list(graphs.values())
 
 
 def _mean_reward(uses: Rollouts) -> float:
@@ -453,18 +439,24 @@ def prompt_changes(training: Mapping[int, Rollouts]) -> list[dict[str, Any]]:
         sides: list[dict[str, Any]] = []
         for step in (steps[0], steps[-1]):
             text, number = texts[step].most_common(1)[0]
-            text = text[:MOST_CHARACTERS]
-            sides.append({"step": step, "text": text, "count": number, "of": texts[step].total()})
-        before, after = sides
-        change: dict[str, Any] = {"instance": name, "before": before, "after": after}
-        change["pieces"] = marked(before["text"], after["text"])
-        found.append({**change, "same": before["text"] == after["text"]})
+            told = {"step": step, "count": number, "of": texts[step].total()}
+            sides.append({**told, "text": text[:MOST_CHARACTERS]})
+        before, after = (side["text"] for side in sides)
+        change = {"instance": name, "before": sides[0], "after": sides[1]}
+        found.append({**change, "pieces": marked(before, after), "same": before == after})
     return found
 
 
 def marked(before: str, after: str) -> tuple[Pieces, Pieces]:
     """Both texts in pieces: what the second lacks is marked in the first, and the reverse."""
-    old, new = _words(before), _words(after)
+
+    def words(text: str) -> list[str]:
+        """Words with the white space behind them, so that joining gives the text again; what is
+        behind the last of `MOST_WORDS` is one piece, as the comparison's time is their cube."""
+        found = re.findall(r"\s+|\S+\s*", text)
+        return [*found[:MOST_WORDS], *filter(None, ["".join(found[MOST_WORDS:])])]
+
+    old, new = words(before), words(after)
     first: Pieces = []
     second: Pieces = []
     for kind, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
@@ -473,11 +465,3 @@ def marked(before: str, after: str) -> tuple[Pieces, Pieces]:
         if d > c:
             second.append(("" if kind == "equal" else "ins", "".join(new[c:d])))
     return first, second
-
-
-def _words(text: str) -> list[str]:
-    """Words with the white space behind them, so that joining gives the text again; what is
-    behind the last of `MOST_WORDS` is one piece, as the comparison's time is their cube."""
-    words = re.findall(r"\s+|\S+\s*", text)
-    rest = "".join(words[MOST_WORDS:])
-    return [*words[:MOST_WORDS], *([rest] if rest else [])]

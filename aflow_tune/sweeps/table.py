@@ -17,7 +17,7 @@ from markupsafe import Markup
 from aflow_tune.config.changes import masked
 from aflow_tune.files import write_json
 from aflow_tune.report.charts import Mark, nice_ticks, number, scatter_chart, step_ticks
-from aflow_tune.report.page import render, write_page
+from aflow_tune.report.page import write_page
 from aflow_tune.sweeps.plan import Plan
 from aflow_tune.sweeps.space import Axis, settings_of
 from aflow_tune.sweeps.study import TrialRecord
@@ -191,7 +191,8 @@ def _short(text: str) -> str:
 
 def _write_page(plan: Plan, content: dict[str, Any], best: Row | None, again: str) -> None:
     request, rows, width = plan.request, content["trials"], len(_COLUMNS)
-    text = render(
+    write_page(
+        plan.folder / PAGE_FILE,
         "sweep.html.jinja",
         title=f"Sweep: {plan.config.name}",
         facts=[
@@ -214,7 +215,6 @@ def _write_page(plan: Plan, content: dict[str, Any], best: Row | None, again: st
         written=content["written"][:16],
         folder=str(plan.folder),
     )
-    write_page(plan.folder / PAGE_FILE, text)
 
 
 def _charts(plan: Plan, rows: Sequence[Row], best: Row | None) -> Iterator[tuple[str, str, str]]:

@@ -6,9 +6,9 @@ its rounds: `round_1` is the best, `results.json` beside them has AFlow's column
 `index.json` says what AFlow has no column for. Nothing that exists is written over.
 
 Policies seldom write the same text twice, but they repeat themselves in structure: so workflows
-are compared by structure and type of problem, over all their uses in training and in
-evaluations. A structure's worth is its mean reward there; those with few uses are left out,
-because one lucky use says little. Of each structure the text stays that was rewarded best.
+are compared by structure and type of problem, by the mean reward of all their uses in training and
+in evaluations. Those with few uses are left out, because one lucky use says little. Of each
+structure the text stays that was rewarded best.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from aflow_tune.config.load import load_config
 from aflow_tune.engines.local.checkpoint import CheckpointError
@@ -40,16 +39,14 @@ DATASETS = {"math": "MATH", "code": "HumanEval", "qa": "HotpotQA"}
 """What AFlow calls a data set of each type, where neither the folder nor the run says it."""
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """What an export wrote, and what is to be known about it."""
 
     paths: tuple[Path, ...]
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """One rollout of a valid workflow: its whole text, and what the record tells of it."""
 
     code: str

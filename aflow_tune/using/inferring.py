@@ -272,7 +272,10 @@ def benchmark_row(problem: Problem, configured: str | None) -> tuple[str, dict[s
     text, truth = problem.text, problem.truth or ""
     name = (configured or "").lower()
     if TYPE_OF_BENCHMARK.get(name) != problem.type:
-        math = "gsm8k" if _is_number(truth) else "math"
+        math = "math"
+        with contextlib.suppress(ValueError):
+            if float(truth.strip().replace(",", "")) == last_number(truth):
+                math = "gsm8k"
         name = {"math": math, "code": "humaneval", "qa": "hotpotqa"}[problem.type]
     rows: dict[str, dict[str, Any]] = {
         "gsm8k": {"question": text, "answer": f"#### {truth}"},
@@ -283,13 +286,6 @@ def benchmark_row(problem: Problem, configured: str | None) -> tuple[str, dict[s
     code = {"prompt": text, "entry_point": problem.entry_point or "", "test": truth}
     gold = "code" if name == "mbpp" else "canonical_solution"
     return name, rows.get(name) or {**code, gold: ""}
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return float(text.strip().replace(",", "")) == last_number(text)
-    except ValueError:
-        return False
 
 
 # Many problems from a file: each line one, some at once, every result one line of JSON. With an

@@ -22,11 +22,12 @@ import hmac
 import ipaddress
 import json
 import logging
+import math
 import os
 import re
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -37,6 +38,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aflow_tune.engines.local.server import bound_socket
 from aflow_tune.errors import AflowTuneError, BadInput, RunFailed
@@ -73,10 +75,6 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 class SolveServer:
@@ -235,7 +233,7 @@ class SolveServer:
         problem_met = task.exception()
         if problem_met is not None:
             return _told(problem_met)
-        content = _without(self.private, task.result())
+        content = _sendable(self.private, task.result())
         return _json(200, {**content, "problem": problem.text})
 
 
@@ -253,11 +251,11 @@ class Guard:
     `hosts` are the values of `Host` that are let in; None lets in all, which needs a `token`.
     """
 
-    app: Callable[[Message, Receive, Send], Awaitable[None]]
+    app: ASGIApp
     hosts: frozenset[str] | None
     token: str | None = None
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it with 401 or 403."""
         if scope["type"] != "http":
             return  # no websockets, and nothing to start or stop
@@ -278,7 +276,7 @@ class Guard:
             response = _error(*refused, {"connection": "close"})
             await response(scope, receive, with_headers)
 
-    def _refused(self, scope: Message) -> tuple[int, str] | None:
+    def _refused(self, scope: Scope) -> tuple[int, str] | None:
         """Status and reason of a request that is not let in."""
         of_name: dict[str, list[str]] = {}
         for name, value in scope["headers"]:
@@ -397,14 +395,15 @@ def _json(status: int, content: Any, headers: dict[str, str] | None = None) -> R
     return Response(text, status, headers, media_type="application/json")
 
 
-def _without(private: Mapping[str, str], value: Any) -> Any:
-    """The value with other texts in the places of private ones."""
+def _sendable(private: Mapping[str, str], value: Any) -> Any:
+    """The value with other texts in the places of private ones, and null for a number that is not
+    finite, for which JSON has no word."""
     if isinstance(value, str):
         for text, instead in private.items():
             value = value.replace(text, instead)
         return _SOCKET.sub("the connection failed", value)
     if isinstance(value, dict):
-        return {key: _without(private, item) for key, item in value.items()}
+        return {key: _sendable(private, item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without(private, item) for item in value]
-    return value
+        return [_sendable(private, item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

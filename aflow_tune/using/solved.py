@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 MAX_PROBLEM_CHARS = 50_000
 """Of a problem; a policy's prompt is bounded more tightly by its own `max_prompt_tokens`."""
-MAX_NAME_CHARS = 80
 MAX_TRUTH_CHARS = 100_000
 MAX_DRAWN = 200
 """Calls in the source of a graph that is drawn; a picture of more tells nothing."""
@@ -85,10 +84,6 @@ class Problem:
         if faults:
             raise BadInput("This problem cannot be asked.", faults)
         return cls(text, kind, entry_point, truth)  # type: ignore[arg-type]
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and value.isidentifier() and len(value) <= MAX_NAME_CHARS
 
 
 def solved(
