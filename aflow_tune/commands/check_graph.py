@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import add_command, print_json, refuse
+from aflow_tune.commands.options import add_command, names, natural, option, print_json, refuse
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 if TYPE_CHECKING:
@@ -41,28 +41,42 @@ exit codes: 0 the graph may run, 2 it is refused or cannot be read
 """
 
 
-_OPTIONS = """\
-file FILE  JSON, Python, a graph's folder, or -
---problem-type --type {math,code,qa}  what the workflow will be called with; code brings an entry
-    point
---max-calls N natural  calls of models that it may make at worst (default: 20)
---max-tokens N natural  prompt and completion tokens that it may use at worst (default: no limit)
---operators NAME,... names  only these may be used; file.py:Class adds one of yours (default: all)
---json  print one JSON object
-"""
-
-
 def add_parser(commands: Any) -> None:
-    add_command(
+    parser = add_command(
         commands,
         "check-graph",
         _check,
-        _OPTIONS,
         help="whether a graph that a model wrote may run, and what it can cost",
         description="Check a written graph before it runs: its Python, its names, its calls and "
         "its cost at worst. Prints the verdict, the bound and the drawing.",
         epilog=_EPILOG,
     )
+    option(parser, "file FILE", "JSON, Python, a graph's folder, or -")
+    option(
+        parser,
+        "--problem-type --type",
+        "what the workflow will be called with; code brings an entry point",
+        choices=["math", "code", "qa"],
+    )
+    option(
+        parser,
+        "--max-calls N",
+        "calls of models that it may make at worst (default: 20)",
+        type=natural,
+    )
+    option(
+        parser,
+        "--max-tokens N",
+        "prompt and completion tokens that it may use at worst (default: no limit)",
+        type=natural,
+    )
+    option(
+        parser,
+        "--operators NAME,...",
+        "only these may be used; file.py:Class adds one of yours (default: all)",
+        type=names,
+    )
+    option(parser, "--json", "print one JSON object")
 
 
 def _check(options: argparse.Namespace) -> int:

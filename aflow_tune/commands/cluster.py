@@ -7,7 +7,7 @@ import getpass
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.commands.options import add_command
+from aflow_tune.commands.options import add_command, option
 from aflow_tune.errors import BadInput, ExitCode
 
 _EPILOG = """\
@@ -30,17 +30,6 @@ exit codes:
 """
 
 
-_UP_OPTIONS = """\
-where HOST|YAML *  hosts, or a Ray cluster YAML (here)
---num-cpus N int  on this machine (all)
---num-gpus N int  on this machine (all)
---user NAME  ssh user of the hosts (yours)
---ssh-key FILE  private key for the hosts (ssh's own)
---venv DIR  virtual environment on every host
-"""
-_YAML = "yaml . path ?  a Ray cluster YAML (the last one)\n"
-
-
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "cluster",
@@ -49,9 +38,16 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    add_command(actions, "up", _up, _UP_OPTIONS, help="start one", epilog=_EPILOG)
+    verb = add_command(actions, "up", _up, help="start one", epilog=_EPILOG)
+    option(verb, "where HOST|YAML", "hosts, or a Ray cluster YAML (here)", nargs="*")
+    option(verb, "--num-cpus N", "on this machine (all)", type=int)
+    option(verb, "--num-gpus N", "on this machine (all)", type=int)
+    option(verb, "--user NAME", "ssh user of the hosts (yours)")
+    option(verb, "--ssh-key FILE", "private key for the hosts (ssh's own)")
+    option(verb, "--venv DIR", "virtual environment on every host")
     for name, text in (("status", "show it"), ("down", "end it")):
-        verb = add_command(actions, name, _status_or_down, _YAML, help=text, epilog=_EPILOG)
+        verb = add_command(actions, name, _status_or_down, help=text, epilog=_EPILOG)
+        option(verb, "yaml yaml", "a Ray cluster YAML (the last one)", type=Path, nargs="?")
         verb.set_defaults(verb=name)
 
 

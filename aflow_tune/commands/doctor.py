@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import CONFIG, add_command, print_json
+from aflow_tune.commands.options import add_command, config_arguments, option, print_json
 from aflow_tune.errors import BadInput, ExitCode
 
 if TYPE_CHECKING:
@@ -33,25 +33,23 @@ exit codes:
   1  a fault of the machine or the cluster
   2  a fault of what was given: configuration, function, data, model, key
 """
-_OPTIONS = f"""\
-{CONFIG.replace("path", "path ?")}\
---offline  ask neither the hub nor endpoints of models
---json  print one JSON object
-"""
 _LAST_SECONDS = 0.5
 
 
 def add_parser(commands: Any) -> None:
-    add_command(
+    parser = add_command(
         commands,
         "doctor",
         _doctor,
-        _OPTIONS,
         help="what this machine, or a configuration, still lacks for a run",
         description="Look at versions, GPUs, Ray, the sandbox and the disk; with CONFIG also at "
-        "everything that `validate` checks, at model, data, keys, and the cluster it names.",
+        "everything that `validate` checks, at model, data, keys, and the cluster it "
+        "names.",
         epilog=_EPILOG,
     )
+    config_arguments(parser, nargs="?")
+    option(parser, "--offline", "ask neither the hub nor endpoints of models")
+    option(parser, "--json", "print one JSON object")
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import add_command, write_text
+from aflow_tune.commands.options import add_command, option, write_text
 from aflow_tune.errors import BadInput, ExitCode
 
 if TYPE_CHECKING:
@@ -27,21 +27,6 @@ examples:
 """
 
 
-_PATH = "path PATH path  the graph's folder\n"
-_DRAW_OPTIONS = f"""\
-{_PATH}\
---svg FILE path  write an SVG picture there
---run FOLDER path  write into it what the newest evaluation of this run folder counted: calls,
-    tokens, share of the reward, failures
---mermaid  print Mermaid, also beside --svg
-"""
-_EXPORT_OPTIONS = f"""\
-{_PATH}\
---round FOLDER path required  where to, such as workspace/GSM8K/workflows/round_21
---dataset NAME  if the folder's path does not say it
-"""
-
-
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "graph",
@@ -50,31 +35,48 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    add_command(
+    verb = add_command(
         verbs,
         "show",
         _show,
-        _PATH,
         help="operators, prompts, edges and faults",
         description="List operators, prompts, edges and faults. Exit code 2 if it has faults.",
     )
-    add_command(
+    option(verb, "path PATH", "the graph's folder", type=Path)
+    verb = add_command(
         verbs,
         "draw",
         _draw,
-        _DRAW_OPTIONS,
         help="as a Mermaid text or an SVG picture",
         description="Draw the graph: what feeds what, and what repeats. Prints Mermaid unless "
         "--svg is given.",
     )
-    add_command(
+    option(verb, "path PATH", "the graph's folder", type=Path)
+    option(verb, "--svg FILE", "write an SVG picture there", type=Path)
+    option(
+        verb,
+        "--run FOLDER",
+        "write into it what the newest evaluation of this run folder counted: calls, tokens, "
+        "share of the reward, failures",
+        type=Path,
+    )
+    option(verb, "--mermaid", "print Mermaid, also beside --svg")
+    verb = add_command(
         verbs,
         "export",
         _export,
-        _EXPORT_OPTIONS,
         help="write it as a round_N folder that AFlow runs",
         description="Write the graph as a round of AFlow. An existing graph is never overwritten.",
     )
+    option(verb, "path PATH", "the graph's folder", type=Path)
+    option(
+        verb,
+        "--round FOLDER",
+        "where to, such as workspace/GSM8K/workflows/round_21",
+        type=Path,
+        required=True,
+    )
+    option(verb, "--dataset NAME", "if the folder's path does not say it")
 
 
 def _show(options: argparse.Namespace) -> int:

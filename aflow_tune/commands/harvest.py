@@ -9,9 +9,10 @@ import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import CONFIG, add_command, print_json
+from aflow_tune.commands.options import SEVERAL, add_command, config_arguments, option, print_json
 from aflow_tune.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -48,28 +49,33 @@ exit codes: 0 done, 1 no graph solved a problem, 2 bad input, 3 interrupted, 4 a
 reached; after 3 and 4 the same command goes on.
 """
 
-_OPTIONS = f"""\
-{CONFIG.replace("the YAML file", "a YAML with a section `writer`")}\
---source SOURCE many  templates, teacher, runs (default: harvest.sources)
---runs DIR path many  run folders of the writer: the source `runs`, beside the others
---limit N int  so many problems, drawn by `seed`
---out FILE path  where the pairs go
---json  print the counts as JSON
-"""
 _LINE_SECONDS = 15.0
 """Least time between two progress lines in a log."""
 
 
 def add_parser(commands: Any) -> None:
-    add_command(
+    parser = add_command(
         commands,
         "harvest",
         _run,
-        _OPTIONS,
         help="collect problems with graphs that solve them, for a supervised warm start",
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
+    config_arguments(parser, config="a YAML with a section `writer`")
+    option(
+        parser, "--source SOURCE", "templates, teacher, runs (default: harvest.sources)", **SEVERAL
+    )
+    option(
+        parser,
+        "--runs DIR",
+        "run folders of the writer: the source `runs`, beside the others",
+        type=Path,
+        **SEVERAL,
+    )
+    option(parser, "--limit N", "so many problems, drawn by `seed`", type=int)
+    option(parser, "--out FILE", "where the pairs go", type=Path)
+    option(parser, "--json", "print the counts as JSON")
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.commands.options import (
-    MODEL_OPTIONS,
     WHAT_IS_A_CHECKPOINT,
     add_command,
     inferer_of,
+    model_options,
+    option,
     print_json,
     refuse,
     too_small,
@@ -52,31 +53,26 @@ exit codes: 0 an answer came (of every row), 1 none came, 2 bad input.
 """
 
 
-_OPTIONS = f"""\
-{MODEL_OPTIONS}\
---problem TEXT  the problem; - reads it from here
---type --problem-type {{math,code,qa}}  of the problem
---truth --ground-truth TEXT  the right answer; for code a file of tests
---entry-point NAME  the function to write, for code
---samples N int =1  how often to ask
---batch FILE path  a JSONL file of problems
---out FILE path  where results of --batch go
---at-once N int =8  rows of --batch worked on together
---json  print the result as JSON
---svg FILE path  draw the workflow's graph there
-"""
-
-
 def add_parser(commands: Any) -> None:
-    add_command(
+    parser = add_command(
         commands,
         "infer",
         _run,
-        _OPTIONS,
         help="let a trained policy write a workflow for a problem, and run it",
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
+    model_options(parser)
+    option(parser, "--problem TEXT", "the problem; - reads it from here")
+    option(parser, "--type --problem-type", "of the problem", choices=["math", "code", "qa"])
+    option(parser, "--truth --ground-truth TEXT", "the right answer; for code a file of tests")
+    option(parser, "--entry-point NAME", "the function to write, for code")
+    option(parser, "--samples N", "how often to ask", type=int, default=1)
+    option(parser, "--batch FILE", "a JSONL file of problems", type=Path)
+    option(parser, "--out FILE", "where results of --batch go", type=Path)
+    option(parser, "--at-once N", "rows of --batch worked on together", type=int, default=8)
+    option(parser, "--json", "print the result as JSON")
+    option(parser, "--svg FILE", "draw the workflow's graph there", type=Path)
 
 
 def _run(options: argparse.Namespace) -> int:

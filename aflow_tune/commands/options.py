@@ -4,6 +4,7 @@ refusal, and the options of those that ask what was trained (`infer`, `serve`)."
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -25,6 +26,15 @@ class Parser(argparse.ArgumentParser):
         if settings.get("epilog") or "\n" in (settings.get("description") or ""):
             settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse's; of a misspelt option says which one was meant."""
+        found, unknown = super().parse_known_args(args, namespace)
+        for word in unknown:
+            near = difflib.get_close_matches(word.partition("=")[0], self._option_string_actions, 1)
+            if word.startswith("--") and near:
+                self.error(f"there is no option {word}; did you mean {near[0]}?")
+        return found, unknown
 
     def arranged(self, words: Sequence[str]) -> list[str]:
         """The words with CONFIG first, then every `key=value`, then the options with their values.
@@ -54,59 +64,34 @@ class Parser(argparse.ArgumentParser):
         return [*positional, *settings, *options]
 
 
-# -- tables of options ---------------------------------------------------------------------
+REPEATED: dict[str, Any] = {"action": "append", "default": []}
+SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+"""Settings of an option that may be repeated, or take several values, or both."""
+
+# -- options -------------------------------------------------------------------------------
 
 
 def add_command(
-    commands: Any,
-    name: str,
-    action: Callable[[argparse.Namespace], int],
-    options: str = "",
-    **texts: str,
+    commands: Any, name: str, action: Callable[[argparse.Namespace], int], **texts: str
 ) -> Parser:
     """Add a command or one of its verbs, with `help`, `description` and `epilog` as `texts`."""
     parser: Parser = commands.add_parser(name, **texts)
-    add_options(parser, options)
     parser.set_defaults(action=action)
     return parser
 
 
-def add_options(parser: argparse.ArgumentParser, table: str) -> None:
-    """Add what a table declares, a line each; deeper indentation continues a line.
+def option(target: Any, names: str, help: str | None = None, **settings: Any) -> None:
+    """Add to a parser or group `--name METAVAR`, a flag `--name` or a positional `name METAVAR`.
 
-    `--name  help` is a flag, `--name METAVAR marks  help` an option, `name METAVAR marks  help` a
-    positional argument. METAVAR `{a,b}` lists choices, `.` is argparse's own. Marks are a name of
-    `_TYPES`, one of `_MARKS`, or `=DEFAULT`. `[title]` begins a group, `[]` ends it; `[either]`
-    and `[either, required]` begin options that exclude each other.
+    `settings` are argparse's. An option without METAVAR and choices is a flag.
     """
-    target: Any = parser
-    for line in table.replace("\n    ", " ").splitlines():
-        head, _, text = line.partition("  ")
-        if head.startswith("[either"):
-            target = parser.add_mutually_exclusive_group(required="required" in head)
-        elif head.startswith("["):
-            target = parser.add_argument_group(head[1:-1]) if head != "[]" else parser
-        else:
-            words = head.split()
-            names = [word for word in words if word.startswith("-")] or words[:1]
-            target.add_argument(*names, help=text or None, **_settings(words[len(names) :]))
-
-
-def _settings(words: Sequence[str]) -> dict[str, Any]:
-    if not words:
-        return {"action": "store_true"}
-    metavar, *marks = words
-    found: dict[str, Any] = {}
-    if metavar.startswith("{"):
-        found["choices"] = metavar[1:-1].split(",")
-    elif metavar != ".":
-        found["metavar"] = tuple(metavar.split(",")) if "two" in marks else metavar
-    for mark in marks:
-        if mark in _TYPES:
-            found["type"] = _TYPES[mark]
-        else:
-            found |= {"default": mark[1:]} if mark.startswith("=") else _MARKS[mark]
-    return found
+    words = names.split()
+    strings = [word for word in words if word.startswith("-")] or words[:1]
+    if len(words) > len(strings):
+        settings["metavar"] = words[-1]
+    elif not {"choices", "nargs"} & settings.keys():
+        settings["action"] = "store_true"
+    target.add_argument(*strings, help=help, **settings)
 
 
 def count(text: str) -> int:
@@ -150,31 +135,6 @@ def names(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-_TYPES: dict[str, Callable[[str], Any]] = {
-    "amount": amount,
-    "count": count,
-    "float": float,
-    "int": int,
-    "names": names,
-    "natural": natural,
-    "path": Path,
-    "seeds": seeds,
-    "size": size,
-}
-_MARKS: dict[str, dict[str, Any]] = {
-    "required": {"required": True},
-    "two": {"nargs": 2},
-    "flag": {"action": "store_true"},
-    "kept": {"default": argparse.SUPPRESS},
-    "each": {"action": "append", "default": []},
-    "many": {"nargs": "+", "action": "extend", "default": []},
-    "overrides": {"dest": "overrides"},
-    "?": {"nargs": "?"},
-    "*": {"nargs": "*"},
-    "+": {"nargs": "+"},
-}
-
-
 # -- what several commands say -------------------------------------------------------------
 
 
@@ -206,28 +166,49 @@ def too_small(*given: tuple[str, int | None, int]) -> list[Fault]:
     ]
 
 
-CONFIG = """\
-config CONFIG path  the YAML file
-overrides key=value *  settings that win over the file
-"""
-"""The configuration, and the settings that may follow it."""
 WHAT_IS_A_CHECKPOINT = """\
 what DIR may be:
   a run folder (its newest checkpoint; of a chain of stages the last one that trained), a
   checkpoint global_step_N, or export/adapter or export/merged of a run. The configuration is the
   run's resolved.yaml unless --config names another.
 """
-MODEL_OPTIONS = """\
---checkpoint DIR path  what was trained (below)
---config FILE path  the YAML to go by; alone: the base model
---set KEY=VALUE each overrides  a setting that wins over the file, such as
-    models.executor.base_url=...; may be repeated
---endpoint URL  the policy is behind this OpenAI-compatible API
---model NAME  what the endpoint calls the policy
---key-variable NAME  environment variable with the endpoint's key; OPENAI_API_KEY for OpenAI's own
---temperature T float  of the policy; default: as the configuration evaluates held-out tasks
-"""
-"""Of the commands that ask what was trained; `inferer_of` reads them."""
+
+
+def config_arguments(
+    parser: Parser,
+    config: str = "the YAML file",
+    settings: str = "settings that win over the file",
+    **more: Any,
+) -> None:
+    """The configuration, and the settings that may follow it."""
+    option(parser, "config CONFIG", config, type=Path, **more)
+    option(parser, "overrides key=value", settings, nargs="*")
+
+
+def model_options(parser: Parser) -> None:
+    """Of the commands that ask what was trained; `inferer_of` reads them."""
+    option(parser, "--checkpoint DIR", "what was trained (below)", type=Path)
+    option(parser, "--config FILE", "the YAML to go by; alone: the base model", type=Path)
+    option(
+        parser,
+        "--set KEY=VALUE",
+        "a setting that wins over the file, such as models.executor.base_url=...; may be repeated",
+        **REPEATED,
+        dest="overrides",
+    )
+    option(parser, "--endpoint URL", "the policy is behind this OpenAI-compatible API")
+    option(parser, "--model NAME", "what the endpoint calls the policy")
+    option(
+        parser,
+        "--key-variable NAME",
+        "environment variable with the endpoint's key; OPENAI_API_KEY for OpenAI's own",
+    )
+    option(
+        parser,
+        "--temperature T",
+        "of the policy; default: as the configuration evaluates held-out tasks",
+        type=float,
+    )
 
 
 def inferer_of(options: argparse.Namespace) -> Inferer:

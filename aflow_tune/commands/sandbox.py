@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
-from aflow_tune.commands.options import add_command, add_options
+from aflow_tune.commands.options import REPEATED, add_command, option
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 _EPILOG = """\
@@ -26,18 +27,6 @@ exit codes:
   2  bad input, such as a file that is not there
 """
 # Kept: the parser of `run` would put its defaults over what stood before the word.
-_COMMON = """\
---policy {auto,bubblewrap,landlock,unsafe_subprocess} kept  which wall; unsafe_subprocess is none
-    (auto: the strongest that can be built)
---json . flag kept  print JSON and nothing else
-"""
-_OPTIONS = f"""\
-program FILE.py path  the program
---stdin FILE path  what it reads from stdin
---time S float  seconds of wall clock (15)
---memory MB int  for all its processes (512)
---package NAME each  an installed package that it may import, such as numpy; again for more
-{_COMMON}"""
 
 
 def add_parser(commands: Any) -> None:
@@ -48,18 +37,42 @@ def add_parser(commands: Any) -> None:
         "It is proved by starting a program behind it.",
         epilog=_EPILOG,
     )
-    add_options(parser, _COMMON)
+    option(
+        parser,
+        "--policy",
+        "which wall; unsafe_subprocess is none (auto: the strongest that can be built)",
+        choices=["auto", "bubblewrap", "landlock", "unsafe_subprocess"],
+        default=argparse.SUPPRESS,
+    )
+    option(parser, "--json", "print JSON and nothing else", default=argparse.SUPPRESS)
     parser.set_defaults(action=_show, policy="auto", json=False)
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
-    add_command(
+    verb = add_command(
         actions,
         "run",
         _run,
-        _OPTIONS,
         help="run one Python program",
         description="Run one Python program in the sandbox and say how it ended.",
         epilog=_EPILOG,
     )
+    option(verb, "program FILE.py", "the program", type=Path)
+    option(verb, "--stdin FILE", "what it reads from stdin", type=Path)
+    option(verb, "--time S", "seconds of wall clock (15)", type=float)
+    option(verb, "--memory MB", "for all its processes (512)", type=int)
+    option(
+        verb,
+        "--package NAME",
+        "an installed package that it may import, such as numpy; again for more",
+        **REPEATED,
+    )
+    option(
+        verb,
+        "--policy",
+        "which wall; unsafe_subprocess is none (auto: the strongest that can be built)",
+        choices=["auto", "bubblewrap", "landlock", "unsafe_subprocess"],
+        default=argparse.SUPPRESS,
+    )
+    option(verb, "--json", "print JSON and nothing else", default=argparse.SUPPRESS)
 
 
 def _show(options: argparse.Namespace) -> int:

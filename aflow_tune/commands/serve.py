@@ -7,10 +7,11 @@ import asyncio
 from typing import Any
 
 from aflow_tune.commands.options import (
-    MODEL_OPTIONS,
     WHAT_IS_A_CHECKPOINT,
     add_command,
     inferer_of,
+    model_options,
+    option,
     refuse,
     too_small,
 )
@@ -34,25 +35,36 @@ examples:
 {WHAT_IS_A_CHECKPOINT}"""
 
 
-_OPTIONS = f"""\
-{MODEL_OPTIONS}\
---port N int =8080  0: a free one
---host ADDRESS =127.0.0.1  to listen on; any but loopback needs --token-env
---token-env NAME  environment variable with the token that callers send
---at-once N int =4  problems worked on together; one more is told 429
---timeout SECONDS float  for one problem; default: rollout.run_timeout of the configuration
-"""
-
-
 def add_parser(commands: Any) -> None:
-    add_command(
+    parser = add_command(
         commands,
         "serve",
         _run,
-        _OPTIONS,
         help="offer a trained policy over HTTP on loopback, with a page",
         description=_DESCRIPTION,
         epilog=_EPILOG,
+    )
+    model_options(parser)
+    option(parser, "--port N", "0: a free one", type=int, default=8080)
+    option(
+        parser,
+        "--host ADDRESS",
+        "to listen on; any but loopback needs --token-env",
+        default="127.0.0.1",
+    )
+    option(parser, "--token-env NAME", "environment variable with the token that callers send")
+    option(
+        parser,
+        "--at-once N",
+        "problems worked on together; one more is told 429",
+        type=int,
+        default=4,
+    )
+    option(
+        parser,
+        "--timeout SECONDS",
+        "for one problem; default: rollout.run_timeout of the configuration",
+        type=float,
     )
 
 

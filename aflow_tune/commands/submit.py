@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from aflow_tune.commands.options import add_command
+from aflow_tune.commands.options import add_command, config_arguments, option
 from aflow_tune.errors import BadInput, ExitCode
 
 _EPILOG = """\
@@ -28,29 +28,23 @@ exit codes: as those of `aflow-tune CONFIG`; 0 with --detach and --stop once the
 """
 
 
-_OPTIONS = """\
-config CONFIG path ?  the YAML file
-overrides key=value *  settings that win
---address URL  the cluster's dashboard (this machine's)
---detach  do not follow the log
---follow JOB  follow the log of a job
---stop JOB  ask a job to save its state and end
---list  list the jobs of ours
---json  with --list: print JSON
-"""
-
-
 def add_parser(commands: Any) -> None:
-    add_command(
+    parser = add_command(
         commands,
         "submit",
         _submit,
-        _OPTIONS,
         help="run a configuration as a job of a Ray cluster",
         description="Send a configuration with its code, data and keys to a Ray cluster and run "
         "it there.",
         epilog=_EPILOG,
     )
+    config_arguments(parser, settings="settings that win", nargs="?")
+    option(parser, "--address URL", "the cluster's dashboard (this machine's)")
+    option(parser, "--detach", "do not follow the log")
+    option(parser, "--follow JOB", "follow the log of a job")
+    option(parser, "--stop JOB", "ask a job to save its state and end")
+    option(parser, "--list", "list the jobs of ours")
+    option(parser, "--json", "with --list: print JSON")
 
 
 def _submit(options: argparse.Namespace) -> int:
