@@ -105,7 +105,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _dry_run(options: argparse.Namespace) -> int:
-    from aflow_tune.dry_run.numbers import as_json, render
+    from aflow_tune.dry_run.dry_run import as_json, render
     from aflow_tune.tuning import dry_run_config
 
     with contextlib.redirect_stdout(sys.stderr):  # the workflow may print

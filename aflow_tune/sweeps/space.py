@@ -34,8 +34,6 @@ MOST_COMBINATIONS = 10_000
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"((?:log:|int:)*)({_NUMBER})\.\.({_NUMBER})")
 _LIKE_A_RANGE = re.compile(rf"(log:|int:).*|{_NUMBER}(\.\.{_NUMBER})+")
-_EXACT = 2**53
-"""Above it there are whole numbers that a float cannot hold."""
 _KEY = re.compile(r"[A-Za-z_][\w\-]*(?:[.\[][\w\-.\[\]]*)?")
 _EXAMPLE = "--space algorithm.optimizer.lr=log:1e-6..1e-4 --space algorithm.repeat_times=4,8"
 _TITLE = "The space of the sweep cannot be read."
@@ -146,8 +144,7 @@ def parse_space(items: Sequence[str]) -> tuple[Axis, ...]:
             except BadInput as error:
                 faults += error.faults
                 continue
-            first = axes.setdefault(canonical(axis.key), axis)
-            if first is not axis:
+            if (first := axes.setdefault(canonical(axis.key), axis)) is not axis:
                 cure = "put all its values into one of them"
                 faults.append(Fault(place, "every key once", f"also {first.where}", cure))
     if not axes and not faults:
@@ -204,16 +201,9 @@ def _axis(key: str, where: str, said: str | list[str]) -> Axis:
         cure = f"give a fixed value as a setting: {key}={said[0] if said else '...'}"
         expected = "two values or more, or a range LOW..HIGH, for a key that is written whole"
         raise _unreadable(where, expected, ", ".join(said) or "none", cure)
-    first: dict[str | float, str] = {}
-    for choice in said:
-        if "\n" in choice:
-            expected = "lists within the list in brackets"
-            raise _unreadable(where, expected, "blocks", "- [q_proj, v_proj]")
-        value = float(choice) if re.fullmatch(_NUMBER, choice) else choice
-        if value in first:
-            again = f"{choice} again" + (f", as {first[value]}" if first[value] != choice else "")
-            raise _unreadable(where, "every value once", again, "remove it")
-        first[value] = choice
+    values = [float(choice) if re.fullmatch(_NUMBER, choice) else choice for choice in said]
+    if len(set(values)) < len(values):
+        raise _unreadable(where, "every value once", ", ".join(said), "remove what is there twice")
     return Axis(key, where, tuple(said))
 
 
@@ -221,16 +211,11 @@ def _range(key: str, where: str, kinds: str, low_text: str, high_text: str) -> A
     low, high, shown = float(low_text), float(high_text), f"{low_text}..{high_text}"
     whole, log = "int:" in kinds, "log:" in kinds
     if not low < high < math.inf:
-        cure = f"{high_text}..{low_text}" if high < low else "choose a smaller number"
-        if low == high:
-            cure = f"give a fixed value as a setting: {key}={low_text}"
-        raise _unreadable(where, "LOW..HIGH with LOW below HIGH", shown, cure)
-    exact = low.is_integer() and high.is_integer() and max(abs(low), abs(high)) <= _EXACT
-    if whole and not exact:
-        raise _unreadable(where, f"whole numbers up to {_EXACT:,}", shown, "int:2..16")
+        raise _unreadable(where, "LOW..HIGH with LOW below HIGH", shown, "turn them round")
+    if whole and not (low.is_integer() and high.is_integer()):
+        raise _unreadable(where, "whole numbers", shown, "int:2..16")
     if log and low <= 0:
-        cure = "begin above 0, or leave log: out"
-        raise _unreadable(where, "numbers above 0 for log:", low_text, cure)
+        raise _unreadable(where, "numbers above 0 for log:", low_text, "begin above 0, or no log:")
     return Axis(key, where, low=low, high=high, whole=whole, log=log)
 
 

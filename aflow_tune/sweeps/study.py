@@ -150,9 +150,8 @@ class SweepStudy:
         return {key: axis.text(trial.params[key]) for key, axis in self._axes.items()}
 
     def _trial(self, number: int) -> optuna.Trial:
-        study_id = self._storage.get_study_id_from_name(_NAME)
-        trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
-        return optuna.Trial(self._study, trial_id)
+        trials = self._study.get_trials(deepcopy=False)
+        return optuna.Trial(self._study, trials[number]._trial_id)
 
     def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
         request = self._plan.request
