@@ -11,12 +11,9 @@ import yaml
 from project import run_dir, write_project
 
 from aflow_tune.cli import main
-from aflow_tune.dry_run.dry_run import api_stand_ins, distribution, fill_of
+from aflow_tune.dry_run.dry_run import distribution, fill_of
 from aflow_tune.dry_run.script import Script, read_answers
 from aflow_tune.errors import BadInput
-from aflow_tune.models.prices import price_of
-from aflow_tune.models.types import Usage
-from aflow_tune.sections import ModelSettings
 
 WORKFLOW = """
 from typing import Dict
@@ -141,23 +138,6 @@ def test_how_a_batch_fills(changes, played, fills, words):
     assert words in found["words"]
 
 
-def test_stand_ins_of_apis_cost_what_the_models_cost():
-    # its price for a token rises with the length of the prompt
-    name, usage = "claude-sonnet-4-5", Usage(1000, 500)
-    models = {
-        "judge": ModelSettings(provider="anthropic", model=name, api_key_env="SOME_KEY"),
-        "policy": ModelSettings(),
-    }
-    found = api_stand_ins(models, lambda model: f"http://127.0.0.1:9/{model}")
-    judge = found["judge"]
-    assert (judge.provider, judge.model, judge.api_key_env) == ("openai", name, None)
-    assert judge.base_url == f"http://127.0.0.1:9/{name}"
-    listed = price_of("anthropic", None, name)
-    priced = price_of(judge.provider, judge.base_url, name, judge.prices)
-    assert priced.cost(usage) == pytest.approx(listed.cost(usage))
-    assert found["policy"] is models["policy"]
-
-
 # --- the scripted sampler ------------------------------------------------------------------
 
 
@@ -212,31 +192,6 @@ def test_given_words_get_the_models_own_probabilities(sampler):
     assert json.loads(ask(None, json_schema=schema).text) == {"a": 2, "b": "x"}
     with pytest.raises(BadInput, match="max_model_len"):
         asyncio.run(sampler.submit([1] * 512, SamplingParams(max_tokens=1)))
-
-
-def test_the_server_says_what_the_request_holds_and_calls_the_tool_that_it_forces(sampler):
-    import httpx
-
-    from aflow_tune.engines.local.scripted import ANSWER_FIELD, ScriptedServer
-
-    server = ScriptedServer(sampler, sampler.vocabulary.tokenizer, "tiny")
-    url = server.start()
-
-    def ask(**more):
-        body = {"messages": [{"role": "user", "content": "Well?"}], "max_tokens": 200, **more}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False, timeout=60)
-        return answer.json()["choices"][0]["message"]
-
-    parameters = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
-    tools = [{"type": "function", "function": {"name": "find", "parameters": parameters}}]
-    try:
-        assert ask(**{ANSWER_FIELD: "seven"})["content"] == "seven"
-        assert ask()["content"].endswith(".")  # what one request was told, the next is not
-        named = {"type": "function", "function": {"name": "find"}}
-        (call,) = ask(tools=tools, tool_choice=named)["tool_calls"]
-        assert call["function"] == {"name": "find", "arguments": '{"a": "words"}'}
-    finally:
-        server.stop()
 
 
 # --- whole dry runs ------------------------------------------------------------------------
@@ -341,7 +296,7 @@ def test_models_behind_an_api_are_not_called(capsys, monkeypatch, tmp_path, tiny
     ("arguments", "said"),
     [
         (["--answers", "a.jsonl"], "--dry-run --answers"),
-        (["--dry-run", "--stage", "grpo"], "there are no stages"),
+        (["--dry-run", "--stage", "grpo"], "--stage"),
         (["--dry-run", "mode=bench"], "trains on rollouts"),
         (["--dry-run", "algorithm.repeat_times=0"], "algorithm.repeat_times"),
     ],

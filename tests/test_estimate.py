@@ -102,15 +102,6 @@ def test_a_local_run_is_rehearsed_and_counted(capsys, project):
     assert not run_dir(project.parent).exists()
 
 
-def test_a_micro_batch_holds_what_its_limit_allows_or_the_whole_step(capsys, project):
-    known = (project, "inline=true", "--prompt-tokens", 20, "--calls", 1)
-    known += ("model.max_response_tokens=100", "model.max_model_len=300")
-    # 2 tasks: a prompt of 20, and 4 responses of 100
-    for limit, tokens in ((1000, 2 * (20 + 4 * 100)), (500, 500), (64, 120)):
-        found = run(capsys, *known, f"local.micro_batch_tokens={limit}")
-        assert tokens_at_once(found) == tokens
-
-
 def test_what_is_given_wins_and_makes_time_known(capsys, project):
     given = ("--calls", 3, "--prompt-tokens", 100, "--response-tokens", 5)
     speeds = ("--tokens-per-second", 60, "--train-tokens-per-second", 1000)

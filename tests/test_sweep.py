@@ -26,8 +26,7 @@ from aflow_tune.runs.listing import State, describe, find_runs
 from aflow_tune.runs.process import RunProcess, last_words
 from aflow_tune.sweeps import Request
 from aflow_tune.sweeps import sweep as sweep_module
-from aflow_tune.sweeps.plan import Plan
-from aflow_tune.sweeps.space import grid, parse_space
+from aflow_tune.sweeps.plan import Plan, grid, parse_space
 from aflow_tune.sweeps.study import SweepStudy
 from aflow_tune.sweeps.sweep import Ended, carry_out
 

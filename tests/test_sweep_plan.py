@@ -15,8 +15,7 @@ from project import write_project
 from aflow_tune.config.load import load_config
 from aflow_tune.errors import BadInput
 from aflow_tune.sweeps import Request
-from aflow_tune.sweeps.plan import Plan, make_plan
-from aflow_tune.sweeps.space import grid, parse_space
+from aflow_tune.sweeps.plan import Plan, grid, make_plan, parse_space
 from aflow_tune.sweeps.study import SweepStudy, opened
 
 LR = "algorithm.optimizer.lr"
@@ -64,7 +63,7 @@ def test_every_fault_of_a_space_is_told_at_once(tmp_path: Path) -> None:
     path = tmp_path / "space.yaml"
     path.write_text("seed: 5\nalgorithm:\n  repeat_times: [1, 2]\nlocal.dtype: [fp32, fp32]\n")
     items = ["a.b=7", "a.c=2..1", "a.d=log:0..1", "a.e=int:1.5..3", "a.f=log:x..y", "=1,2"]
-    items += ["a.g=1e-4,0.0001", "a.h=3..3", "a.i=1..2..3", "a.k=1..1e999"]
+    items += ["a.g=1e-4,0.0001", "a.h=3..3", "a.i=1..2..3"]
     with pytest.raises(BadInput) as refused:
         parse_space([*items, str(path), "a[0].b=1,2", "a.0.b=3,4"])
     of_file = [f"{path}:1: seed", f"{path}:2: algorithm", f"{path}:4: local.dtype"]

@@ -173,18 +173,12 @@ def _shares(
             where, found = f"--source {unknown[0]}", "a source of no known kind"
             raise BadInput.of("The shares are not known.", where, expected, found, cure)
         return default_shares({name: str(kind) for name, kind in kinds.items()})
-    missing = [name for name in named if name not in ratios]
-    if missing:
-        expected, where = "a share for every source, or for none", f"--source {missing[0]}"
-        cure = f"--ratio {missing[0]}=0.3"
-        raise BadInput.of("The shares are not known.", where, expected, "no --ratio", cure)
     try:
         return exact_shares({name: float(ratios[name]) for name in named})
-    except ValueError as error:
-        cure = " ".join(f"--ratio {name}={ratio}" for name, ratio in ratios.items())
-        expected = "shares above 0, together 1"
-        title, cure = "The shares do not fit.", f"correct {cure}"
-        raise BadInput.of(title, "--ratio", expected, str(error), cure) from None
+    except (KeyError, ValueError) as error:
+        expected = "shares above 0, together 1, for every source or for none"
+        cure = " ".join(f"--ratio {name}={1 / len(named):.3g}" for name in named)
+        raise BadInput.of("The shares do not fit.", "--ratio", expected, str(error), cure) from None
 
 
 def _read_sources(

@@ -127,8 +127,9 @@ def _print_counts(counts: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     structures = counts["kept_by_structure"]
     lines = [f"{number} pairs of {structure}" for structure, number in structures.items()]
-    problems, solved = counts["problems"], counts["solved_problems"]
-    lines.append(f"problems: {problems}, of which {solved} were solved by some graph")
+    lines.append(
+        f"problems: {counts['problems']}, solved by some graph {counts['solved_problems']}"
+    )
     for text, number in (
         ("dropped before: {} problems that are held out too", counts["leaks"]),
         ("passed over: {} rollouts of other problems", counts["rollouts_of_other_problems"]),
@@ -138,19 +139,16 @@ def _print_counts(counts: Mapping[str, Any], console: Console) -> None:
     if failures := counts["teacher_failures"]:
         lines.append(f"the teacher did not answer: {listed(failures)}; the same command asks again")
     for who in ("executor", "teacher"):
-        spent = counts[who]
-        if spent["tokens"]:
-            cost = "price not known" if spent["usd"] is None else f"${spent['usd']:.4f}"
-            lines.append(f"{who}: {spent['tokens']:,} tokens, {cost}")
-    if counts["dropped_for_balance"] > counts["kept"]:
+        if tokens := counts[who]["tokens"]:
+            usd = counts[who]["usd"]
+            lines.append(
+                f"{who}: {tokens:,} tokens, {'unpriced' if usd is None else f'${usd:.4f}'}"
+            )
+    if counts["dropped_for_balance"] > counts["kept"] or len(structures) == 1:
         lines.append(
-            "more was dropped than kept, so that no structure exceeds "
-            f"{counts['share_in_force']:.0%}: add sources, or raise harvest.per_structure"
-        )
-    if len(structures) == 1:
-        lines.append(
-            "warning: all pairs have one structure, which a policy will learn by heart: add "
-            "sources, or problems of another kind"
+            f"warning: structures {len(structures)}, each at most "
+            f"{counts['share_in_force']:.0%} of the pairs: add sources or problems of another "
+            "kind, or raise harvest.per_structure"
         )
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 

@@ -94,41 +94,35 @@ def option(target: Any, names: str, help: str | None = None, **settings: Any) ->
     target.add_argument(*strings, help=help, **settings)
 
 
-def count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a whole number above 0, not {text!r}")
-    return int(text)
+def _reader(expected: str, read: Callable[[str], Any], holds: Callable[[Any], bool]) -> Any:
+    """A type for `option` with a plain refusal."""
+
+    def checked(text: str) -> Any:
+        try:
+            value = read(text)
+        except ValueError:
+            value = None
+        if value is None or not holds(value):
+            raise argparse.ArgumentTypeError(f"{expected}, not {text!r}")
+        return value
+
+    return checked
 
 
-def natural(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"give a whole number from 0 on, not {text!r}")
-    return int(text)
-
-
-def amount(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"a number above 0, not {text!r}")
-    return value
-
-
-def size(text: str) -> float:
+def _bytes(text: str) -> float | None:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])i?B?\s*", text, re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
-        meant = f"; did you mean {text.strip()}GB?" if text.strip().isdigit() else ""
-        raise argparse.ArgumentTypeError(f"a size with its unit, such as 24GB, not {text!r}{meant}")
-    return float(match[1]) * 2 ** (10 * ("KMGT".index(match[2].upper()) + 1))
+    return match and float(match[1]) * 2 ** (10 * ("KMGT".index(match[2].upper()) + 1))
 
 
-def seeds(text: str) -> tuple[int, ...]:
-    numbers = text.split(",")
-    if not re.fullmatch(r"\d+(,\d+)*", text) or len(set(map(int, numbers))) < len(numbers):
-        raise argparse.ArgumentTypeError(f"different whole numbers such as 0,1,2, not {text!r}")
-    return tuple(map(int, numbers))
+count = _reader("a whole number above 0", int, lambda number: number >= 1)
+natural = _reader("a whole number from 0 on", int, lambda number: number >= 0)
+amount = _reader("a number above 0", float, lambda number: 0 < number < float("inf"))
+size = _reader("a size with its unit, such as 24GB", _bytes, lambda number: number > 0)
+seeds = _reader(
+    "different whole numbers such as 0,1,2",
+    lambda text: tuple(map(int, text.split(","))),
+    lambda numbers: min(numbers) >= 0 and len(set(numbers)) == len(numbers),
+)
 
 
 def names(text: str) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +144,17 @@ def _list(options: argparse.Namespace) -> int:
     found = [describe(path) for path in find_runs(_roots(options.folders))]
     if options.state:
         found = [run for run in found if run.state.value in options.state]
-    found.sort(key=lambda run: _order(run)[options.sort])
+    last = math.inf
+    found.sort(key=lambda run: str(run.path))
+    orders: dict[str, Callable[[RunInfo], Any]] = {
+        "changed": lambda run: -run.changed,
+        "name": lambda run: 0,
+        "state": lambda run: (run.state.value, -run.changed),
+        "score": lambda run: -run.best[1] if run.best else last,
+        "cost": lambda run: last if run.usd is None else -run.usd,
+        "step": lambda run: -run.step,
+    }
+    found.sort(key=orders[options.sort])
     if options.json:
         print_json([run.to_json() for run in found])
     elif found:
@@ -151,19 +162,6 @@ def _list(options: argparse.Namespace) -> int:
     else:
         print(f"no runs in {', '.join(map(str, options.folders)) or ' or '.join(ROOTS)}")
     return ExitCode.DONE
-
-
-def _order(run: RunInfo) -> dict[str, tuple[Any, ...]]:
-    """What a list is sorted by, for each choice of --sort."""
-    name, last = str(run.path), float("inf")
-    return {
-        "changed": (-run.changed, name),
-        "name": (name,),
-        "state": (run.state.value, -run.changed, name),
-        "score": (-run.best[1] if run.best else last, name),
-        "cost": (last if run.usd is None else -run.usd, name),
-        "step": (-run.step, name),
-    }
 
 
 def _print_table(found: Sequence[RunInfo]) -> None:

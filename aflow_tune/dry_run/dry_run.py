@@ -51,7 +51,6 @@ from aflow_tune.dry_run.script import (
 from aflow_tune.engines.local.models import load_model
 from aflow_tune.engines.local.scripted import (
     CHATML,
-    PROJECTIONS,
     ScriptedSampler,
     ScriptedServer,
     tokenizer_for,
@@ -209,19 +208,14 @@ def _chosen(whole: AflowConfig, stage: str | None) -> tuple[str, AflowConfig]:
     parts, faults = parts_of(whole)
     if faults:
         raise BadInput("The stages do not fit together.", faults)
-    names = [name for name, _ in parts if name]
-    if stage is not None and stage not in names:
-        expected = f"one of {', '.join(names)}" if names else "nothing: there are no stages"
-        cure = "name a stage, or leave --stage out"
-        raise BadInput.of("There is no such stage.", "--stage", expected, repr(stage), cure)
-    playable = [part for part in parts if part[1].mode in ("both", "colocate")]
-    for part in playable:
-        if stage in (None, part[0]):
-            return part
-    modes = ", ".join(dict.fromkeys(part.mode for _, part in parts))
-    cure = "name such a stage with --stage" if playable else "aflow-tune validate and doctor"
+    for name, part in parts:
+        if part.mode in ("both", "colocate") and stage in (None, name):
+            return name, part
+    modes = "; ".join(f"{f'stage {name}, ' if name else ''}mode: {p.mode}" for name, p in parts)
+    where = "--stage" if stage else whole.positions.where("mode")
+    expected = "a run or a stage of mode: both, or none named"
     title = "A dry run plays a run that trains on rollouts of a workflow."
-    raise BadInput.of(title, whole.positions.where("mode"), "mode: both", f"mode: {modes}", cure)
+    raise BadInput.of(title, where, expected, f"{stage or ''} {modes}", "name such a stage")
 
 
 def _doubts(result: DryRunResult, options: DryRunOptions) -> Iterator[str]:
@@ -358,9 +352,10 @@ class _Scene:
             for owner, name in owners:
                 if (value := getattr(owner, name)) is not None:
                     setattr(owner, name, value * WIDER)
-        if model.lora_configs and not adapts(model.lora_configs[0].target_modules):
-            yield f"target_modules: {model.lora_configs[0].target_modules}"
-            model.lora_configs[0].target_modules = "all-linear"
+        for adapter in model.lora_configs or []:
+            if adapter.target_modules != "all-linear":
+                yield f"target_modules: {adapter.target_modules}"
+            adapter.target_modules = "all-linear"
         buffer.batch_size, buffer.train_batch_size = self.tasks, 0
         buffer.total_steps, config.trainer.total_steps = 1, None
         if config.algorithm.sample_strategy in COUNTING_STRATEGIES:
@@ -463,18 +458,6 @@ def _without_trinitys(config: AflowConfig) -> Iterator[str]:
         auxiliary.extra_engine_args = {}
     for adapter in config.model.lora_configs or []:
         adapter.path = adapter.exclude_modules = None
-
-
-def adapts(target_modules: str | list[str] | tuple[str, ...]) -> bool:
-    """Whether `target_modules` names a layer of the tiny model, as PEFT reads it."""
-    layers = ("self_attn",) * 4 + ("mlp",) * 3
-    names = [f"model.layers.0.{at}.{name}" for at, name in zip(layers, PROJECTIONS, strict=True)]
-    if not isinstance(target_modules, str):
-        return any(name.endswith(f".{target}") for name in names for target in target_modules)
-    with contextlib.suppress(re.error):
-        if any(re.fullmatch(target_modules, name) for name in names):
-            return True
-    return target_modules == "all-linear" or target_modules in PROJECTIONS
 
 
 def api_stand_ins(
@@ -635,86 +618,82 @@ def by_kind(result: DryRunResult) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _tokens(result: DryRunResult) -> dict[str, float]:
-    """Tokens of the trained calls of a whole step, and the longest of the played ones."""
-    calls = [call for run in result.runs if run.failure is None for call in run.calls]
-    if not calls:
-        return {}
-    scale = result.plan["tasks"] / result.plan["played"]
-    return {
-        "calls": len(calls) * scale,
-        "prompt": sum(call["prompt"] for call in calls) * scale,
-        "response": sum(call["response"] for call in calls) * scale,
-        "longest_prompt": max(call["prompt"] for call in calls),
-        "longest_response": max(call["response"] for call in calls),
-        "longest": max(call["prompt"] + call["response"] for call in calls),
-        "truncated": sum(call["truncated"] for call in calls) * scale,
-    }
-
-
-def _step(result: DryRunResult) -> dict[str, float]:
-    metrics = result.metrics
-    found = {name: [metrics[key] for key in keys if key in metrics] for name, keys in _STEP.items()}
-    return {name: values[0] for name, values in found.items() if values}
-
-
-def place_of(text: str) -> str | None:
-    """`file:line (function)` of the innermost frame of a traceback; None where there is none."""
-    frames = _PLACE.findall(text)
-    return "{}:{} ({})".format(*frames[-1]) if frames else None
-
-
-def _spread(result: DryRunResult) -> dict[str, Any] | None:
-    return distribution([run.reward for run in result.runs if run.reward is not None])
-
-
 def as_json(result: DryRunResult) -> dict[str, Any]:
-    """Everything as plain data."""
-    spread, first = _spread(result), result.first_failure
+    """Everything as plain data. Tokens are of the trained calls of a whole step, the longest ones
+    of those that were played."""
+    plan, metrics, first = result.plan, result.metrics, result.first_failure
+    calls = [call for run in result.runs if run.failure is None for call in run.calls]
+    scale, tokens = plan["tasks"] / plan["played"], {}
+    if calls:
+        tokens = {
+            "calls": len(calls) * scale,
+            "prompt": sum(call["prompt"] for call in calls) * scale,
+            "response": sum(call["response"] for call in calls) * scale,
+            "longest_prompt": max(call["prompt"] for call in calls),
+            "longest_response": max(call["response"] for call in calls),
+            "longest": max(call["prompt"] + call["response"] for call in calls),
+            "truncated": sum(call["truncated"] for call in calls) * scale,
+        }
+    step = {name: [metrics[key] for key in keys if key in metrics] for name, keys in _STEP.items()}
+    if first is not None:
+        frames = _PLACE.findall(first.detail)  # the innermost one says where
+        place = "{}:{} ({})".format(*frames[-1]) if frames else None
     return {
         "ok": result.good,
         "failure": None if result.good else result.failure or verdict(result),
         "seconds": result.seconds,
-        "plan": result.plan,
+        "plan": plan,
         "answers": {
             "sources": dict(Counter(run.source for run in result.runs)),
             "by_kind": by_kind(result),
         },
-        "rewards": spread,
+        "rewards": distribution([run.reward for run in result.runs if run.reward is not None]),
         "groups": groups(result),
         "batch": result.fill,
-        "tokens": _tokens(result),
-        "step": _step(result),
+        "tokens": tokens,
+        "step": {name: values[0] for name, values in step.items() if values},
         "failed_runs": dict(Counter(run.failure for run in result.runs if run.failure)),
-        "first_failure": first and asdict(first) | {"place": place_of(first.detail)},
+        "first_failure": first and asdict(first) | {"place": place},
         "real": result.real,
         "stood_in": result.stood_in,
         "warnings": result.warnings,
     }
 
 
-# -- as text -------------------------------------------------------------------------------
-
-
 def render(result: DryRunResult) -> str:
     """Everything that is known, the verdict last."""
-    plan, held = result.plan, _tokens(result)
-    tasks, repeats = plan["tasks"], plan["repeats"]
-    sources = Counter(run.source for run in result.runs)
-    said = "; ".join(f"{runs} runs: {source}" for source, runs in sources.items())
-    found = groups(result)
-    steps = plan["steps"] or "not known: the rows are not on this machine"
+    facts = as_json(result)
+    plan, held, first, spread = (facts[k] for k in ("plan", "tokens", "first_failure", "rewards"))
+    tasks, repeats, groups_found = plan["tasks"], plan["repeats"], facts["groups"]
+    said = "; ".join(f"{n} runs: {source}" for source, n in facts["answers"]["sources"].items())
+    stage = f", stage {plan['stage']}" if plan["stage"] else ""
     lines = [
-        f"Dry run of one step ({plan['algorithm']}, engine {plan['engine']}"
-        f"{', stage ' if plan['stage'] else ''}{plan['stage']}): "
+        f"Dry run of one step ({plan['algorithm']}, engine {plan['engine']}{stage}): "
         f"{plan['played']} of {tasks} tasks x {repeats} runs; sums are scaled to the step.",
         f"The answers are scripted: nothing here is what {plan['model']} would do.",
         f"answers: {said or 'none was asked for'}",
         "",
-        *_reward_lines(result),
-        f"groups of {repeats} runs: {', '.join(f'{found[g]} {g}' for g in _GROUPS if g in found)}",
+    ]
+    if spread:
+        least, low, median, high, greatest = spread["quartiles"]
+        lines.append(
+            f"rewards of {spread['count']} scripted runs: mean {spread['mean']:.4g}, "
+            f"least {least:.4g}, quartiles {low:.4g} / {median:.4g} / {high:.4g}, "
+            f"greatest {greatest:.4g}"
+        )
+        most = max(count for _, _, count in spread["histogram"])
+        for start, end, count in spread["histogram"]:
+            label = f"{start:.4g}" if start == end else f"{start:.4g} to {end:.4g}"
+            lines.append(f"  {label:>20} {count:6d} {'#' * round(_BAR * count / most)}".rstrip())
+        for kind, of in facts["answers"]["by_kind"].items():
+            mean = "none" if of["reward"] is None else f"{of['reward']:.4g}"
+            lines.append(f"  {kind}: {of['runs']} runs, mean reward {mean}, {of['failed']} failed")
+        lines.append("")
+    listed = ", ".join(f"{groups_found[name]} {name}" for name in _GROUPS if name in groups_found)
+    lines += [
+        f"groups of {repeats} runs: {listed}",
         f"batch: {result.fill['words']}",
-        f"steps of the run: {steps}",
+        f"steps of the run: {plan['steps'] or 'not known: the rows are not on this machine'}",
         "",
     ]
     if held:
@@ -735,27 +714,20 @@ def render(result: DryRunResult) -> str:
         if not plan["own_tokens"]:
             note = "counted by another tokenizer than the model's; the limits were widened for it"
             lines.append(f"  {note}")
-    if "gradient_norm" in (made := _step(result)):
-        values = ", ".join(
-            f"{name.replace('_', ' ')} {value:.4g}"
-            for name, value in made.items()
-            if name not in ("train_tokens", "skipped")
-        )
-        lines.append(f"the optimiser step on the tiny model: {values}")
-    if (first := result.first_failure) is not None:
-        kinds = Counter(run.failure for run in result.runs if run.failure)
-        listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        place = place_of(first.detail)
+    if "gradient_norm" in facts["step"]:
+        values = (f"{name.replace('_', ' ')} {value:.4g}" for name, value in facts["step"].items())
+        lines.append(f"the optimiser step on the tiny model: {', '.join(values)}")
+    if first:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(facts["failed_runs"].items()))
         lines += [
             "",
-            f"failed runs: {listed}. The first (row {first.item}, run {first.run}, "
-            f"answers {first.kind}){f' at {place}' if place else ''}:",
-            *(f"  {line}" for line in first.detail.splitlines()),
+            f"failed runs: {kinds}. The first (row {first['item']}, run {first['run']}, "
+            f"answers {first['kind']}){' at ' if first['place'] else ''}{first['place'] or ''}:",
+            *(f"  {line}" for line in first["detail"].splitlines()),
         ]
-    lists = {"real": result.real, "stood in for": result.stood_in, "warnings": result.warnings}
-    for title, items in lists.items():
-        if items:
-            lines += ["", f"{title}:", *(f"  - {item}" for item in items)]
+    for title, key in (("real", "real"), ("stood in for", "stood_in"), ("warnings", "warnings")):
+        if facts[key]:
+            lines += ["", f"{title}:", *(f"  - {item}" for item in facts[key])]
     return "\n".join([*lines, "", verdict(result)])
 
 
@@ -773,23 +745,3 @@ def verdict(result: DryRunResult) -> str:
     else:
         reason = f"the batch does not fill: {result.fill['words']}"
     return f"dry run: FAILED {seconds}: {reason}"
-
-
-def _reward_lines(result: DryRunResult) -> Iterator[str]:
-    if (spread := _spread(result)) is None:
-        return
-    least, first, median, third, greatest = spread["quartiles"]
-    yield (
-        f"rewards of {spread['count']} scripted runs: mean {spread['mean']:.4g}, "
-        f"least {least:.4g}, quartiles {first:.4g} / {median:.4g} / {third:.4g}, "
-        f"greatest {greatest:.4g}"
-    )
-    most = max(count for _, _, count in spread["histogram"])
-    for start, end, count in spread["histogram"]:
-        label = f"{start:.4g}" if start == end else f"{start:.4g} to {end:.4g}"
-        yield f"  {label:>20} {count:6d} {'#' * round(_BAR * count / most)}".rstrip()
-    yield "  by what was said:"
-    for kind, found in by_kind(result).items():
-        mean = "none" if found["reward"] is None else f"{found['reward']:.4g}"
-        yield f"    {kind:<6} {found['runs']:6d} runs, mean reward {mean}, {found['failed']} failed"
-    yield ""

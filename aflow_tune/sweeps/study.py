@@ -25,8 +25,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from aflow_tune.errors import RunFailed
-from aflow_tune.sweeps.plan import STUDY_FILE, Plan
-from aflow_tune.sweeps.space import grid
+from aflow_tune.sweeps.plan import STUDY_FILE, Plan, grid
 
 _NAME = "sweep"
 _WAIT_SECONDS = 60
@@ -121,7 +120,7 @@ class SweepStudy:
                 {k: text if self._axes[k].choices else int(text) for k, text in left.items()}
             )
         self._study.sampler = self._sampler(len(trials))
-        trial = self._study.ask({key: a.distribution() for key, a in self._axes.items()})
+        trial = self._study.ask({key: a.distribution for key, a in self._axes.items()})
         return TrialRecord(trial.number, "running", self._texts(trial))
 
     def report(self, number: int, step: int, value: float) -> bool:

@@ -34,8 +34,7 @@ from aflow_tune.runs.folder import CHAIN_FILE, RunState, is_locked, locked, read
 from aflow_tune.runs.listing import describe
 from aflow_tune.runs.process import RunProcess, last_words, own_program
 from aflow_tune.sweeps import Request
-from aflow_tune.sweeps.plan import Plan, check_same, make_plan
-from aflow_tune.sweeps.space import settings_of
+from aflow_tune.sweeps.plan import Plan, check_same, make_plan, settings_of
 from aflow_tune.sweeps.study import SweepStudy, TrialRecord, opened
 from aflow_tune.sweeps.table import write
 

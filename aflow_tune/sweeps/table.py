@@ -18,8 +18,7 @@ from aflow_tune.config.changes import masked
 from aflow_tune.files import write_json
 from aflow_tune.report.charts import Mark, nice_ticks, number, scatter_chart, step_ticks
 from aflow_tune.report.page import render, write_page
-from aflow_tune.sweeps.plan import Plan
-from aflow_tune.sweeps.space import Axis, settings_of
+from aflow_tune.sweeps.plan import Axis, Plan, settings_of
 from aflow_tune.sweeps.study import TrialRecord
 
 JSON_FILE, PAGE_FILE = "sweep.json", "sweep.html"

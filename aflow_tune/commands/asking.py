@@ -1,4 +1,4 @@
-"""`aflow-tune infer`: ask what was trained one problem, or a file of them."""
+"""`aflow-tune infer` and `aflow-tune serve`: ask what was trained, here or over HTTP."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ def add_parser(commands: Any) -> None:
     option(parser, "--at-once N", "rows of --batch worked on together", type=int, default=8)
     option(parser, "--json", "print the result as JSON")
     option(parser, "--svg FILE", "draw the workflow's graph there", type=Path)
+    _add_serve(commands)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -170,3 +171,95 @@ def _check(options: argparse.Namespace) -> None:
                 faults.append(Fault(name, "either it or --batch", "both", cure))
     faults += too_small(("--samples", options.samples, 1), ("--at-once", options.at_once, 1))
     refuse("Nothing was asked.", faults)
+
+
+# -- serve -------------------------------------------------------------------------------
+
+_SERVE = """\
+Serve a trained policy with its executor: POST /solve takes a problem as JSON and gives what
+`aflow-tune infer --json` prints; the page at / shows problem, graph, calls and cost. Listens on
+loopback. Ctrl-C ends it.
+"""
+
+_SERVE_EPILOG = f"""\
+examples:
+  aflow-tune serve --checkpoint runs/my_project/my_run
+  curl -s localhost:8080/solve -H 'content-type: application/json' \\
+    -d '{{"problem": "What is 17 * 23?", "type": "math"}}'
+  export MY_TOKEN=$(openssl rand -hex 24)
+  aflow-tune serve --checkpoint my_run --host 0.0.0.0 --token-env MY_TOKEN
+    and send: -H "authorization: Bearer $MY_TOKEN"
+
+{WHAT_IS_A_CHECKPOINT}"""
+
+
+def _add_serve(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "serve",
+        _serve_command,
+        help="offer a trained policy over HTTP on loopback, with a page",
+        description=_SERVE,
+        epilog=_SERVE_EPILOG,
+    )
+    model_options(parser)
+    option(parser, "--port N", "0: a free one", type=int, default=8080)
+    option(
+        parser,
+        "--host ADDRESS",
+        "to listen on; any but loopback needs --token-env",
+        default="127.0.0.1",
+    )
+    option(parser, "--token-env NAME", "environment variable with the token that callers send")
+    option(
+        parser,
+        "--at-once N",
+        "problems worked on together; one more is told 429",
+        type=int,
+        default=4,
+    )
+    option(
+        parser,
+        "--timeout SECONDS",
+        "for one problem; default: rollout.run_timeout of the configuration",
+        type=float,
+    )
+
+
+def _serve_command(options: argparse.Namespace) -> int:
+    faults = too_small(("--at-once", options.at_once, 1))
+    if not 0 <= options.port <= 65535:
+        faults.append(Fault("--port", "0 to 65535", str(options.port), "--port 8080"))
+    if options.timeout is not None and not 0 < options.timeout < float("inf"):
+        faults.append(Fault("--timeout", "seconds above 0", f"{options.timeout}", "--timeout 300"))
+    refuse("Nothing is served.", faults)
+    from aflow_tune.config.quiet import quiet
+    from aflow_tune.using.server import SolveServer, token_for
+
+    token = token_for(options.host, options.token_env)
+    quiet()
+    inferer = inferer_of(options)
+    for warning in inferer.config.warnings:
+        print(f"warning: {warning}", flush=True)
+    inferer.seconds = options.timeout or inferer.seconds
+    server = SolveServer(
+        inferer,
+        inferer.title,
+        host=options.host,
+        port=options.port,
+        at_once=options.at_once,
+        seconds=inferer.seconds,
+        token=token,
+        private=inferer.private,
+    )
+    address = server.listen()
+    print(f"loading {inferer.title}", flush=True)
+
+    async def serve() -> None:
+        async with inferer:
+            print(f"serving on {address} (Ctrl-C ends it)", flush=True)
+            await server.run()
+
+    asyncio.run(serve())
+    print("stopped", flush=True)
+    return ExitCode.DONE
