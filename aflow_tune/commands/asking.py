@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.commands.options import (
-    WHAT_IS_A_CHECKPOINT,
+    REPEATED,
+    Parser,
     add_command,
-    inferer_of,
-    model_options,
     option,
     print_json,
     refuse,
@@ -25,6 +24,12 @@ if TYPE_CHECKING:
     from aflow_tune.using.inferring import Inferer
     from aflow_tune.using.solved import Problem, Solved
 
+_WHAT_IS_A_CHECKPOINT = """\
+what DIR may be:
+  a run folder (its newest checkpoint; of a chain of stages the last one that trained), a
+  checkpoint global_step_N, or export/adapter or export/merged of a run. The configuration is the
+  run's resolved.yaml unless --config names another.
+"""
 _DESCRIPTION = """\
 Let the trained policy write a workflow for a problem, and the frozen executor run it. Prints the
 workflow with its graph, the verdict of the check, the answer and which workflow gave it, what it
@@ -39,7 +44,7 @@ examples:
     --entry-point add --truth tests.py
   aflow-tune infer --checkpoint my_run --batch problems.jsonl --out results.jsonl
 
-{WHAT_IS_A_CHECKPOINT}
+{_WHAT_IS_A_CHECKPOINT}
 how --truth is compared:
   math by the strict rule of GSM8K for a number and of MATH for anything else; qa by that of
   HotpotQA; code by running the tests in the file that --truth names (in --batch: the tests
@@ -53,6 +58,32 @@ exit codes: 0 an answer came (of every row), 1 none came, 2 bad input.
 """
 
 
+def _model_options(parser: Parser) -> None:
+    """Of the commands that ask what was trained."""
+    option(parser, "--checkpoint DIR", "what was trained (below)", type=Path)
+    option(parser, "--config FILE", "the YAML to go by; alone: the base model", type=Path)
+    option(
+        parser,
+        "--set KEY=VALUE",
+        "a setting that wins over the file, such as models.executor.base_url=...; may be repeated",
+        **REPEATED,
+        dest="overrides",
+    )
+    option(parser, "--endpoint URL", "the policy is behind this OpenAI-compatible API")
+    option(parser, "--model NAME", "what the endpoint calls the policy")
+    option(
+        parser,
+        "--key-variable NAME",
+        "environment variable with the endpoint's key; OPENAI_API_KEY for OpenAI's own",
+    )
+    option(
+        parser,
+        "--temperature T",
+        "of the policy; default: as the configuration evaluates held-out tasks",
+        type=float,
+    )
+
+
 def add_parser(commands: Any) -> None:
     parser = add_command(
         commands,
@@ -62,7 +93,7 @@ def add_parser(commands: Any) -> None:
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    model_options(parser)
+    _model_options(parser)
     option(parser, "--problem TEXT", "the problem; - reads it from here")
     option(parser, "--type --problem-type", "of the problem", choices=["math", "code", "qa"])
     option(parser, "--truth --ground-truth TEXT", "the right answer; for code a file of tests")
@@ -82,7 +113,7 @@ def _run(options: argparse.Namespace) -> int:
 
     quiet()
     problem = None if options.batch else _problem(options)
-    inferer = inferer_of(options)
+    inferer = _inferer_of(options)
     for warning in inferer.config.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if problem is not None:
@@ -153,7 +184,6 @@ def _problem(options: argparse.Namespace) -> Problem:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse options that do not fit together."""
     faults = []
     if options.batch is None:
         if options.problem is None:
@@ -173,6 +203,41 @@ def _check(options: argparse.Namespace) -> None:
     refuse("Nothing was asked.", faults)
 
 
+def _inferer_of(options: argparse.Namespace) -> Inferer:
+    """What `_model_options` mean, ready to be opened.
+
+    Raises:
+        BadInput: options that do not fit, or whatever is wrong with folder and configuration.
+    """
+    faults = []
+    if options.checkpoint is None and options.config is None:
+        cure = "--checkpoint runs/my_project/my_run"
+        faults.append(Fault("--checkpoint", "a folder, or --config FILE", "neither", cure))
+    if bool(options.endpoint) != bool(options.model):
+        given, missing = ("--endpoint", "--model NAME")
+        if options.model:
+            given, missing = ("--model", "--endpoint URL")
+        faults.append(Fault(given, f"{missing} beside it", "it alone", f"add {missing}"))
+    if options.temperature is not None and not 0 <= options.temperature <= 100:
+        found = f"{options.temperature:g}"
+        faults.append(Fault("--temperature", "0 or more", found, "--temperature 0"))
+    refuse("The model cannot be asked.", faults)
+    import transformers.utils.logging
+
+    from aflow_tune.using.inferring import open_trained
+
+    transformers.utils.logging.disable_progress_bar()
+    return open_trained(
+        options.checkpoint,
+        config=options.config,
+        overrides=options.overrides,
+        endpoint=options.endpoint,
+        served_model=options.model,
+        key_variable=options.key_variable,
+        temperature=options.temperature,
+    )
+
+
 # -- serve -------------------------------------------------------------------------------
 
 _SERVE = """\
@@ -190,7 +255,7 @@ examples:
   aflow-tune serve --checkpoint my_run --host 0.0.0.0 --token-env MY_TOKEN
     and send: -H "authorization: Bearer $MY_TOKEN"
 
-{WHAT_IS_A_CHECKPOINT}"""
+{_WHAT_IS_A_CHECKPOINT}"""
 
 
 def _add_serve(commands: Any) -> None:
@@ -202,7 +267,7 @@ def _add_serve(commands: Any) -> None:
         description=_SERVE,
         epilog=_SERVE_EPILOG,
     )
-    model_options(parser)
+    _model_options(parser)
     option(parser, "--port N", "0: a free one", type=int, default=8080)
     option(
         parser,
@@ -238,7 +303,7 @@ def _serve_command(options: argparse.Namespace) -> int:
 
     token = token_for(options.host, options.token_env)
     quiet()
-    inferer = inferer_of(options)
+    inferer = _inferer_of(options)
     for warning in inferer.config.warnings:
         print(f"warning: {warning}", flush=True)
     inferer.seconds = options.timeout or inferer.seconds

@@ -152,7 +152,6 @@ def _protected_by(config: Path | None) -> list[int]:
 
 
 def _confirm(count: int) -> bool:
-    """Whether somebody typed the whole word."""
     try:
         answer = input(f"End these {count} processes? Type yes: ")
     except (EOFError, RuntimeError, UnicodeDecodeError):  # nobody there; stdin closed; no text

@@ -242,7 +242,6 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _operators(named: Sequence[str]) -> dict[str, type[Operator]]:
-    """The operators that the graph may use."""
     from aflow_tune.operators import OPERATORS, load_operators
     from aflow_tune.writer.types import did_you_mean, listed
 

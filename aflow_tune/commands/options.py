@@ -1,5 +1,5 @@
-"""What commands share: a parser that helps, tables that declare options, types with a plain
-refusal, and the options of those that ask what was trained (`infer`, `serve`)."""
+"""What commands share: a parser that helps, one way to declare options, types with a
+plain refusal."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
-
-if TYPE_CHECKING:
-    from aflow_tune.using.inferring import Inferer
 
 _SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
 
@@ -133,7 +130,6 @@ def names(text: str) -> list[str]:
 
 
 def print_json(content: Any) -> None:
-    """As one indented object."""
     print(json.dumps(content, indent=1))
 
 
@@ -146,7 +142,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def refuse(title: str, faults: Sequence[Fault]) -> None:
-    """Raises BadInput if there are faults."""
     if faults:
         raise BadInput(title, list(faults))
 
@@ -160,14 +155,6 @@ def too_small(*given: tuple[str, int | None, int]) -> list[Fault]:
     ]
 
 
-WHAT_IS_A_CHECKPOINT = """\
-what DIR may be:
-  a run folder (its newest checkpoint; of a chain of stages the last one that trained), a
-  checkpoint global_step_N, or export/adapter or export/merged of a run. The configuration is the
-  run's resolved.yaml unless --config names another.
-"""
-
-
 def config_arguments(
     parser: Parser,
     config: str = "the YAML file",
@@ -177,64 +164,3 @@ def config_arguments(
     """The configuration, and the settings that may follow it."""
     option(parser, "config CONFIG", config, type=Path, **more)
     option(parser, "overrides key=value", settings, nargs="*")
-
-
-def model_options(parser: Parser) -> None:
-    """Of the commands that ask what was trained; `inferer_of` reads them."""
-    option(parser, "--checkpoint DIR", "what was trained (below)", type=Path)
-    option(parser, "--config FILE", "the YAML to go by; alone: the base model", type=Path)
-    option(
-        parser,
-        "--set KEY=VALUE",
-        "a setting that wins over the file, such as models.executor.base_url=...; may be repeated",
-        **REPEATED,
-        dest="overrides",
-    )
-    option(parser, "--endpoint URL", "the policy is behind this OpenAI-compatible API")
-    option(parser, "--model NAME", "what the endpoint calls the policy")
-    option(
-        parser,
-        "--key-variable NAME",
-        "environment variable with the endpoint's key; OPENAI_API_KEY for OpenAI's own",
-    )
-    option(
-        parser,
-        "--temperature T",
-        "of the policy; default: as the configuration evaluates held-out tasks",
-        type=float,
-    )
-
-
-def inferer_of(options: argparse.Namespace) -> Inferer:
-    """What `MODEL_OPTIONS` mean, ready to be opened.
-
-    Raises:
-        BadInput: options that do not fit, or whatever is wrong with folder and configuration.
-    """
-    faults = []
-    if options.checkpoint is None and options.config is None:
-        cure = "--checkpoint runs/my_project/my_run"
-        faults.append(Fault("--checkpoint", "a folder, or --config FILE", "neither", cure))
-    if bool(options.endpoint) != bool(options.model):
-        given, missing = ("--endpoint", "--model NAME")
-        if options.model:
-            given, missing = ("--model", "--endpoint URL")
-        faults.append(Fault(given, f"{missing} beside it", "it alone", f"add {missing}"))
-    if options.temperature is not None and not 0 <= options.temperature <= 100:
-        found = f"{options.temperature:g}"
-        faults.append(Fault("--temperature", "0 or more", found, "--temperature 0"))
-    refuse("The model cannot be asked.", faults)
-    import transformers.utils.logging
-
-    from aflow_tune.using.inferring import open_trained
-
-    transformers.utils.logging.disable_progress_bar()
-    return open_trained(
-        options.checkpoint,
-        config=options.config,
-        overrides=options.overrides,
-        endpoint=options.endpoint,
-        served_model=options.model,
-        key_variable=options.key_variable,
-        temperature=options.temperature,
-    )

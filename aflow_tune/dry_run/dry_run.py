@@ -126,8 +126,6 @@ class DryRunOptions:
 
 
 class DryRun(Run):
-    """One step of a shrunken configuration on the scripted sampler."""
-
     script: Script
 
     def play(self, phase: Callable[[str], None], stop: Callable[[], bool]) -> int:
@@ -301,7 +299,6 @@ class _Scene:
         return Script(answers, next(filter(None, named), None), fields, str(path or ""))
 
     def _serve(self, name: str) -> str:
-        """Answer for a model behind an API; returns the address."""
         import torch
 
         tokenizer = copy.deepcopy(self.tokens.tokenizer)
@@ -399,7 +396,6 @@ class _Scene:
         }
 
     def real(self, trained: bool) -> list[str]:
-        """What was as in a run; the step only if it was made."""
         played, called = self.run.config, self.apis if self.options.call_apis else {}
         where = "in one process, without Ray" if played.inline else "as actors of a Ray of its own"
         pipeline = [item.name for item in played.data_processor.experience_pipeline.operators]
@@ -417,7 +413,6 @@ class _Scene:
         ]
 
     def stood_in(self) -> list[str]:
-        """What took the place of what."""
         own = "" if self.tokens.own else ", since its own is not on this machine"
         auxiliary = self.planned.explorer.auxiliary_models
         apis = {} if self.options.call_apis else self.apis
@@ -513,7 +508,6 @@ class DryRunResult:
 
     @property
     def trained(self) -> bool:
-        """Whether the optimiser step was made."""
         return self.failure is None and any(name in self.metrics for name in GRADIENT_NORM)
 
     @property
@@ -528,7 +522,6 @@ class DryRunResult:
 
     @property
     def first_failure(self) -> PlayedRun | None:
-        """The first run that failed, by task and run."""
         return next((run for run in self.runs if run.failure is not None), None)
 
 
@@ -732,7 +725,6 @@ def render(result: DryRunResult) -> str:
 
 
 def verdict(result: DryRunResult) -> str:
-    """One line, or the failure with its traceback."""
     seconds = f"({result.seconds:.0f} s)"
     if result.good:
         return f"dry run: a batch was filled and one optimiser step was made {seconds}"

@@ -144,8 +144,6 @@ def _filled(saying: Any, row: Mapping[str, Any]) -> Any:
 
 
 class _Line(BaseModel):
-    """A line of the answers file."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
     item: Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)] | None = None
     good: Saying | None = None

@@ -150,7 +150,6 @@ class _Stage:
         return found
 
     def estimate(self) -> Estimate:
-        """Memory, tokens, time and money."""
         config, options, earlier = self.config, self.options, self.earlier
         needs, gpus = self.needs(config)
         shape = self.policy.shape
@@ -217,7 +216,7 @@ def _changes(
 ) -> Iterator[Change]:
     """Changes that make it fit: settings alone, or where none is enough alone, together."""
     candidates = [*_candidates(stage.config)]
-    found = []
+    found: list[tuple[dict[str, Any], str]] = []
     for key, values, cost in candidates:
         enough = next((value for value in values if stage.fits_with({key: value})), None)
         if enough is not None:
@@ -242,7 +241,7 @@ def _changes(
             place = (now.fullest.role, now.fullest.place)
             same = [need for need in then.needs if (need.role, need.place) == place]
             size = (same or then.needs)[0].size
-            yield Change(tuple(items.items()), now.fullest.size - size, size, cost)
+            yield Change(items, now.fullest.size - size, size, cost)
 
 
 def _candidates(config: AflowConfig) -> Iterator[tuple[str, Sequence[Any], str]]:
@@ -282,7 +281,6 @@ def _halves(value: int, least: int) -> list[int]:
 
 
 def _put(config: AflowConfig, key: str, value: Any) -> None:
-    """Set one of the candidates in a prepared configuration."""
     if key == "model.lora_configs":
         from trinity.common.config import LoRAConfig
 
@@ -340,11 +338,16 @@ def run_measured(command: Sequence[str], folder: Path) -> tuple[int, float, str]
     printed. Shared pages are divided among their sharers where that is known (Linux)."""
     peak = 0.0
     with (folder / "output.txt").open("w+", errors="replace") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
-                peak = max(peak, _tree_bytes(process.pid))
-                with contextlib.suppress(subprocess.TimeoutExpired):
+                total = 0.0
+                for one in (process, *process.children(recursive=True)):
+                    with contextlib.suppress(psutil.Error):
+                        full = one.memory_full_info()
+                        total += getattr(full, "pss", full.uss)
+                peak = max(peak, total)
+                with contextlib.suppress(psutil.TimeoutExpired):
                     process.wait(_MEASURED_EVERY)
         finally:
             if process.poll() is None:
@@ -352,14 +355,3 @@ def run_measured(command: Sequence[str], folder: Path) -> tuple[int, float, str]
                 process.wait()
         output.seek(0)
         return process.returncode, peak, output.read()
-
-
-def _tree_bytes(pid: int) -> float:
-    total = 0.0
-    with contextlib.suppress(psutil.Error):
-        root = psutil.Process(pid)
-        for process in (root, *root.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                full = process.memory_full_info()
-                total += getattr(full, "pss", full.uss)
-    return total

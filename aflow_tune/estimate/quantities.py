@@ -110,12 +110,10 @@ class Earlier:
         return cls(read_metrics(folder), place or f"metrics of {folder}")
 
     def mean(self, name: str) -> float | None:
-        """The mean of a metric's last ten steps; None if it was never logged."""
         values = [value for _, value in series(self.lines, name)][-10:]
         return sum(values) / len(values) if values else None
 
     def largest(self, name: str) -> float | None:
-        """The largest value of a metric."""
         return max((value for _, value in series(self.lines, name)), default=None)
 
     def best(self, given: float | None, measured: float | None, otherwise: Number) -> Number:
@@ -156,7 +154,6 @@ def lengths_of(
     earlier: Earlier,
     seen: Seen | None,
 ) -> Lengths:
-    """Calls of a run, and tokens of prompts and responses."""
     prompt, response, _ = limits_of(config)
     longest_prompt = given.prompt_tokens or earlier.largest("prompt_length/max")
     longest_response = given.response_tokens or earlier.largest("response_length/max")

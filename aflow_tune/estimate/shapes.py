@@ -95,7 +95,6 @@ class ModelShape:
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of all decoder layers."""
         return sum(block.parameters for block in self.blocks)
 
     @property
@@ -124,7 +123,6 @@ class Lora:
     excludes: str | Sequence[str] | None = None
 
     def adapts(self, path: str) -> bool:
-        """Whether the linear layer at `path` gets an adapter."""
         named = _named(path, self.targets)
         return named and (self.excludes is None or not _named(path, self.excludes))
 
@@ -212,7 +210,6 @@ def _folder(name: str) -> Path | None:
 
 
 def _itemsize(folder: Path, config: Any) -> int:
-    """Bytes of an element in the weights' file, or else by the settings."""
     for file in sorted(folder.glob("*.safetensors")):
         header = header_of(file) or {}
         kinds = [item["dtype"] for name, item in header.items() if name != "__metadata__"]

@@ -62,12 +62,10 @@ class Axis:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values of a list; none of a range."""
         return getattr(self.distribution, "choices", ())
 
     @property
     def log(self) -> bool:
-        """Whether a range is even by its logarithm."""
         return bool(getattr(self.distribution, "log", False))
 
     @property
@@ -98,7 +96,6 @@ class Axis:
 
 
 def settings_of(values: Mapping[str, str]) -> list[str]:
-    """Values as settings of a command."""
     return [f"{key}={text}" for key, text in values.items()]
 
 
@@ -274,16 +271,13 @@ class Plan:
 
     @property
     def seeds(self) -> list[int | None]:
-        """The seeds of a trial's runs; None: the configuration's own."""
         return list(self.request.seeds) or [None]
 
     def run_name(self, number: int, seed: int | None) -> str:
-        """The name of a trial's run, which is also its folder's."""
         name = f"{self.config.name}-{number:03d}"
         return name if seed is None else f"{name}-seed{seed}"
 
     def settings(self, number: int, seed: int | None, values: dict[str, str]) -> list[str]:
-        """The settings with which a trial's run is started."""
         group = f"{self.config.group}/{self.folder.name}".lstrip("/")
         settings = [*self.request.overrides, *settings_of(values)]
         settings += [] if seed is None else [f"seed={seed}"]
@@ -305,7 +299,17 @@ def make_plan(request: Request, say: Callable[[str], None] = print) -> Plan:
         BadInput: with every fault of the space, the configuration, or both together.
     """
     axes = parse_space(request.space)
-    faults = [fault for axis in axes for fault in _own_key(axis, request)]
+    set_beside = [setting.partition("=")[0].strip() for setting in request.overrides]
+    set_beside += ["seed"] if request.seeds else []
+    faults = []
+    for axis in axes:
+        key = canonical(axis.key)
+        if key in _OWN_KEYS:
+            expected = "a key that decides what is learned"
+            faults.append(Fault(axis.where, expected, f"{key}: {_OWN_KEYS[key]}", "leave it out"))
+        elif key in map(canonical, set_beside):
+            expected = "a key that is not set beside it, or by --seeds"
+            faults.append(Fault(axis.where, expected, "both", "leave one of them out"))
     trials, combinations = request.trials or DEFAULT_TRIALS, []
     if request.sampler == "grid":
         combinations = grid(axes, request.seed)[: request.trials]
@@ -396,17 +400,6 @@ def _decisive(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _own_key(axis: Axis, request: Request) -> Iterator[Fault]:
-    """What is wrong with sweeping this key beside the other settings."""
-    key, leave = canonical(axis.key), "leave one of them out"
-    given = (s for s in request.overrides if canonical(s.partition("=")[0].strip()) == key)
-    if key in _OWN_KEYS:
-        expected = "a key that decides what is learned"
-        yield Fault(axis.where, expected, f"`{key}`: {_OWN_KEYS[key]}", "leave it out")
-    elif beside := next(given, "--seeds" if key == "seed" and request.seeds else None):
-        yield Fault(axis.where, "a key that is not set beside it", beside, leave)
-
-
 def _refused_values(
     request: Request,
     axes: Sequence[Axis],
@@ -423,8 +416,14 @@ def _refused_values(
     for axis in axes:
         for text in axis.probes:
             for fault in refused({axis.key: text}):
+                where, ends, cure = f"{axis.where}: with {axis.key}={text}", axis.distribution, ""
+                if not fault.where.startswith("command line: "):
+                    where += f": {fault.where}"
+                if isinstance(ends, FloatDistribution) and ends.low % 1 == ends.high % 1 == 0:
+                    cure = f"{axis.key}=int:{ends.low:g}..{ends.high:g} for whole numbers, or: "
                 told = (axis.key, fault.expected, fault.found, fault.cure)
-                faults.setdefault(told, _of_value(fault, axis, text))
+                found = replace(fault, where=where, cure=cure + fault.cure)
+                faults.setdefault(told, found)
     if faults or len(axes) < 2 or not 0 < len(combinations) <= MOST_CHECKED:
         return [*faults.values()]
     say(f"checking {len(combinations)} combinations")
@@ -433,13 +432,3 @@ def _refused_values(
         for values in combinations
         for fault in refused(values)
     ]
-
-
-def _of_value(fault: Fault, axis: Axis, text: str) -> Fault:
-    where, cure = f"{axis.where}: with {axis.key}={text}", fault.cure
-    if not fault.where.startswith("command line: "):
-        where += f": {fault.where}"
-    ends = axis.distribution
-    if isinstance(ends, FloatDistribution) and ends.low.is_integer() and ends.high.is_integer():
-        cure = f"{axis.key}=int:{ends.low:g}..{ends.high:g} for whole numbers, or: {cure}"
-    return replace(fault, where=where, cure=cure)

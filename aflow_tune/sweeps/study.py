@@ -86,7 +86,6 @@ class SweepStudy:
         )
 
     def close(self) -> None:
-        """Let go of the file."""
         self._storage.remove_session()
         self._storage.engine.dispose()
 
@@ -130,7 +129,6 @@ class SweepStudy:
         return bool(trial.should_prune())
 
     def note(self, number: int, **notes: Any) -> None:
-        """Keep plain data with a trial that is running."""
         trial = self._trial(number)
         for name, value in notes.items():
             trial.set_user_attr(name, value)

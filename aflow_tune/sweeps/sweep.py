@@ -141,7 +141,6 @@ class Run:
 
     @property
     def going(self) -> bool:
-        """Whether its process runs."""
         return self.process is not None and self.code is None
 
     def ask(self) -> None:
@@ -300,7 +299,6 @@ class Sweep:
         return [run for trial in self.trials for run in trial.runs if run.going]
 
     def _poll(self) -> None:
-        """Notice the ends of runs."""
         for trial in self.trials:
             for run in trial.runs:
                 if run.process is not None and run.code is None:
@@ -308,7 +306,6 @@ class Sweep:
                     trial.seconds += 0.0 if run.code is None else time.monotonic() - run.started
 
     def _look(self) -> None:
-        """Notice scores and endings."""
         self._poll()
         for trial in list(self.trials):
             self._report(trial)
@@ -404,7 +401,6 @@ class Sweep:
     # -- how it ends -----------------------------------------------------------------------
 
     def _hopeless(self) -> bool:
-        """Whether it makes no sense to go on: the first trials of this command all failed."""
         first = self.endings[:FIRST_FAILURES]
         return len(first) == FIRST_FAILURES and all(first)
 
