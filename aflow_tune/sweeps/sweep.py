@@ -223,6 +223,8 @@ class Sweep:
             self.say(f"trial {trial.number}: going on with it")
             # An earlier command of this sweep may have been killed while its run still saves.
             for run in trial.runs:
+                if is_locked(run.folder):
+                    self.say(f"waiting for the run in {run.folder}, which is still going on")
                 while is_locked(run.folder) and not self.stop():
                     time.sleep(POLL_SECONDS)
         deadline = time.monotonic() + (self.plan.request.timeout or math.inf)
