@@ -21,8 +21,7 @@ from aflow_tune.quick_start import import_quickly
 _COMMAND_MODULES: tuple[str, ...] = (
     "run",
     "eval",
-    "infer",
-    "serve",
+    "asking",
     "export",
     "runs",
     "sweep",
@@ -31,12 +30,10 @@ _COMMAND_MODULES: tuple[str, ...] = (
     "score",
     "data",
     "graph",
-    "check_graph",
     "sandbox",
     "gpus",
     "doctor",
     "cluster",
-    "submit",
 )
 """Modules of `aflow_tune.commands`, in the order in which `--help` lists them."""
 _EPILOG = """\

@@ -24,7 +24,7 @@ from aflow_tune.types import TuneResult
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
     from aflow_tune.config.validate import ValidationReport
-    from aflow_tune.dry_run.numbers import DryRunResult
+    from aflow_tune.dry_run.dry_run import DryRunResult
     from aflow_tune.running.harvesting import HarvestSummary
     from aflow_tune.sweeps import Request
     from aflow_tune.sweeps.sweep import Ended

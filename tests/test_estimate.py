@@ -102,15 +102,6 @@ def test_a_local_run_is_rehearsed_and_counted(capsys, project):
     assert not run_dir(project.parent).exists()
 
 
-def test_a_micro_batch_holds_what_its_limit_allows_or_the_whole_step(capsys, project):
-    known = (project, "inline=true", "--prompt-tokens", 20, "--calls", 1)
-    known += ("model.max_response_tokens=100", "model.max_model_len=300")
-    # 2 tasks: a prompt of 20, and 4 responses of 100
-    for limit, tokens in ((1000, 2 * (20 + 4 * 100)), (500, 500), (64, 120)):
-        found = run(capsys, *known, f"local.micro_batch_tokens={limit}")
-        assert tokens_at_once(found) == tokens
-
-
 def test_what_is_given_wins_and_makes_time_known(capsys, project):
     given = ("--calls", 3, "--prompt-tokens", 100, "--response-tokens", 5)
     speeds = ("--tokens-per-second", 60, "--train-tokens-per-second", 1000)
@@ -157,7 +148,10 @@ def test_what_does_not_fit_says_what_to_change(capsys, project):
 
 
 def test_an_auxiliary_model_shares_mapped_weights_and_is_not_updated(capsys, project, tiny):
+    half = parts(run(capsys, project, "--inline", "--no-rehearsal", "local.dtype=bf16"))
+    assert half["sampler weights"] == half["trainer weights"]  # converted: a copy each
     alone = parts(run(capsys, project, "--inline", "--no-rehearsal"))
+    assert "trainer weights" not in alone
     judge = {"name": "judge", "model_path": str(tiny)}
     changed(project, lambda content: content["explorer"].update(auxiliary_models=[judge]))
     found = parts(run(capsys, project, "--inline", "--no-rehearsal"))
@@ -217,6 +211,14 @@ def test_seven_billion_on_two_gpus(capsys, seven):
     assert parts(found)["policy weights"] == 4 * SEVEN + 2 * adapter
     assert parts(found)["policy optimizer"] == 4 * adapter
     assert parts(found, 2)["weights"] == 2 * SEVEN
+    # all weights: 16 bytes a parameter over the trainer's GPUs; offloaded they are in its memory
+    four = run(capsys, seven, "model.lora_configs=null", "--gpus", 5, "--no-rehearsal")
+    states = {name: size for name, size in parts(four).items() if name.startswith("policy")}
+    assert sum(states.values()) == 16 * SEVEN / 4
+    assert parts(four)["logits and backward buffers"] == 10 * 8192 * 152064  # Trinity's coefficient
+    offload = ("trainer.offload_policy=true", "trainer.trainer_strategy=fsdp2")
+    four = run(capsys, seven, "model.lora_configs=null", "--gpus", 5, "--no-rehearsal", *offload)
+    assert parts(four, 1)["offloaded states"] == 16 * SEVEN
     step = found["runs"][0]["quantities"]
     seconds = 8 * 1024 / 1000 + 8 * 4096 / 2000
     assert step["usd"]["value"] == pytest.approx(2 * 3 * seconds / 3600)
@@ -248,12 +250,6 @@ def test_changes_are_measured_where_it_was_too_full(capsys, seven):
 def test_what_is_not_counted_is_refused_with_its_place(capsys, seven, overrides, where):
     assert main(["estimate", str(seven), *overrides, "--no-rehearsal"]) == 2
     assert where in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["24 parsecs", "0GB", "-1GB", "", "24", "24B"])
-def test_a_size_has_a_unit(project, text):
-    with pytest.raises(SystemExit):
-        main(["estimate", str(project), f"--gpu-memory={text}"])
 
 
 def test_memory_that_only_holds_files_is_free(tmp_path):

@@ -8,17 +8,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from aflow_tune.errors import BadInput
-from aflow_tune.estimate.gpus import Engine, GpuTrainer
-from aflow_tune.estimate.local import (
-    LocalRun,
-    MicroBatch,
-    Sampler,
-    Trainer,
-    cache_columns,
-    local_needs,
-    packed_bytes,
-    trained_states,
-)
+from aflow_tune.estimate.gpus import engine_need
+from aflow_tune.estimate.local import Engine, cache_columns, packed_bytes, trained_states
 from aflow_tune.estimate.needs import GIB
 from aflow_tune.estimate.shapes import Lora, NamedModel, kept_per_token, shape_of
 
@@ -166,71 +157,41 @@ def _saved(family, dtype, rank, layers):
 # --- GPUs ---------------------------------------------------------------------------------
 
 
+def engine(shape=SEVEN, limit=None, longest=4096, **settings):
+    from trinity.common.config import InferenceModelConfig
+
+    model = InferenceModelConfig(**{"gpu_memory_utilization": 0.9, **settings})
+    need = engine_need("rollout", shape, model, None, longest, limit)
+    return need, {part.name: part.size for part in need.parts}
+
+
 def test_qwen_7b_weights_and_cache_of_one_engine():
     attention = 3584 * 3584 + 3584 + 2 * (3584 * 512 + 512) + 3584 * 3584
     layer = attention + 3 * 3584 * 18944 + 2 * 3584
     assert SEVEN.parameters == 2 * 152064 * 3584 + 28 * layer + 3584
-    engine = Engine("rollout", SEVEN)
-    assert engine.weight_bytes() == SEVEN.parameters * 2
+    _, least = engine()
+    assert least["weights"] == SEVEN.parameters * 2
     # 256 blocks of 16 tokens; 2 x 28 layers x 4 heads x 128 in bf16 a token
-    assert engine.sequence_bytes() == 4096 * 57_344
-    need = engine.need(80 * GIB)
-    fixed, kv = sum(part.size for part in need.parts[:-1]), need.parts[-1]
-    assert kv.size == int((0.9 * 80 * GIB - fixed) // (16 * 57_344)) * 16 * 57_344
-    fp8 = Engine("rollout", SEVEN, quantization="fp8")  # embeddings stay whole
-    assert engine.weight_bytes() - fp8.weight_bytes() == SEVEN.linear_parameters
-    assert Engine("rollout", SEVEN, max_length=32768).need(18 * GIB).fits is False
+    assert least["keys and values"] == 4096 * 57_344
+    need, parts = engine(limit=80 * GIB)
+    kv = parts.pop("keys and values")
+    assert kv == int((0.9 * 80 * GIB - sum(parts.values())) // (16 * 57_344)) * 16 * 57_344
+    assert need.fits
+    fp8 = engine(extra_engine_args={"quantization": "fp8"})[1]  # embeddings stay whole
+    assert least["weights"] - fp8["weights"] == SEVEN.linear_parameters
+    assert engine(limit=18 * GIB, longest=32768)[0].fits is False
 
 
-def test_tensor_parallelism_divides_heads_until_one_is_left():
-    engines = [Engine("rollout", SEVEN, tensor_parallel=n) for n in (1, 2, 4, 8)]
-    assert [engine.token_bytes() for engine in engines] == [57_344, 28_672, 14_336, 14_336]
-
-
-def test_a_window_bounds_a_sequence():
+def test_tensor_parallelism_divides_heads_until_one_is_left_and_a_window_bounds_a_sequence():
+    sizes = [engine(tensor_parallel_size=n)[1]["keys and values"] for n in (1, 2, 4, 8)]
+    assert [size / 4096 for size in sizes] == [57_344, 28_672, 14_336, 14_336]
     windowed = _shape(_TINY | {"model_type": "mistral", "sliding_window": 128})
-    engine = Engine("rollout", windowed, max_length=8192, forward_tokens=512)
+    _, parts = engine(windowed, longest=8192, extra_engine_args={"max_num_batched_tokens": 512})
     # 128 - 1 + 512 tokens are 40 blocks, and one more; 2 layers x 2 x 2 heads x 16 x bf16
-    assert engine.sequence_bytes() == 41 * 16 * (2 * 2 * 2 * 16 * 2)
-
-
-def test_training_takes_sixteen_bytes_a_parameter_divided_among_gpus():
-    assert sum(GpuTrainer(SEVEN, 4, 4, 8192).states()) == 16 * SEVEN.parameters
-    one, eight = (
-        {p.name: p.size for p in GpuTrainer(SEVEN, n, 8, 8192).needs(None, None, [])[0].parts}
-        for n in (1, 8)
-    )
-    assert eight["policy optimizer"] * 8 == one["policy optimizer"] == 8 * SEVEN.parameters
-    assert eight["activations"] == one["activations"]
-    assert one["logits and backward buffers"] == 10 * 8192 * 152064  # Trinity's coefficient
-    gpu, host = GpuTrainer(SEVEN, 2, 2, 4096, offload=True).needs(24 * GIB, None, [])
-    assert not [part for part in gpu.parts if "optimizer" in part.name]
-    assert sum(p.size for p in host.parts if "offloaded" in p.name) == 16 * SEVEN.parameters
-
-
-def test_an_adapter_under_fsdp2_is_trained_in_bf16():
-    lora = Lora(64, "all-linear", r".*\.(gate|up|down)_proj")
-    count = 28 * 64 * (2 * (3584 + 3584) + 2 * (3584 + 512))
-    weights, gradients, moments = GpuTrainer(SEVEN, 1, 1, 8192, lora).states()
-    assert weights == 4 * SEVEN.parameters + 2 * count
-    assert (gradients, moments) == (2 * count, 4 * count)
+    assert parts["keys and values"] == 41 * 16 * (2 * 2 * 2 * 16 * 2)
 
 
 # --- local engines ------------------------------------------------------------------------
-
-
-def _sampler(itemsize=4, **more):
-    return Sampler(NamedModel("m", TINY, 4), itemsize, 8, 100, 112, 896, 2, **more)
-
-
-def _trainer(lora=None, itemsize=4, tokens=100):
-    micro = MicroBatch(tokens=tokens, keys=tokens, scored=10)
-    return Trainer(NamedModel("m", TINY, 4), itemsize, lora, micro)
-
-
-def _parts(trainer, sampler=None, device="cpu"):
-    run = LocalRun((sampler or _sampler(),), trainer, inline=True, device=device)
-    return {part.name: part.size for part in local_needs(run, None, None)[0].parts}
 
 
 @pytest.mark.parametrize(
@@ -248,43 +209,29 @@ def test_the_cache_grows_as_the_engine_reserves(prompt, length, columns):
     assert cache.kv.shape[4] == columns[0]
 
 
-def test_mapped_weights_count_once_and_converted_or_trained_ones_each():
-    parts = _parts(_trainer(Lora(4)))
-    assert parts["sampler weights"] == 4 * TINY.parameters
-    assert "trainer weights" not in parts
-    parts = _parts(_trainer(itemsize=2), _sampler(itemsize=2))
-    assert parts["sampler weights"] == parts["trainer weights"] == 2 * TINY.parameters
-
-
 _JOINED = 2 * (64 * 64 + 2 * 64 * 32) * 4
 _ATTENTION = _JOINED + 2 * 64 * 64 * 4
 
 
 @pytest.mark.parametrize(
-    ("device", "lora", "updated", "packed"),
+    ("on_cpu", "lora", "updated", "packed"),
     [
-        ("cpu", Lora(4), True, (LINEARS * 4 + 259 * 64 * 4, LINEARS * 4)),
-        ("cpu", Lora(4), False, (LINEARS * 4 + 259 * 64 * 4, 0)),
-        ("cuda", Lora(4, r".*\.(q|k|v|o)_proj"), True, (_ATTENTION, _ATTENTION)),
-        ("cuda", Lora(4), True, (LINEARS * 4, LINEARS * 4)),
-        ("cuda", None, True, (_JOINED, _JOINED)),
-        ("cuda", Lora(4), False, (_JOINED, 0)),
+        (True, Lora(4), True, (LINEARS * 4 + 259 * 64 * 4, LINEARS * 4)),
+        (True, Lora(4), False, (LINEARS * 4 + 259 * 64 * 4, 0)),
+        (False, Lora(4, r".*\.(q|k|v|o)_proj"), True, (_ATTENTION, _ATTENTION)),
+        (False, Lora(4), True, (LINEARS * 4, LINEARS * 4)),
+        (False, None, True, (_JOINED, _JOINED)),
+        (False, Lora(4), False, (_JOINED, 0)),
     ],
 )
-def test_packed_weights_are_twice_there_at_an_update(device, lora, updated, packed):
-    run = LocalRun((), _trainer(lora), inline=True, device=device)
-    assert packed_bytes(_sampler(updated=updated), run) == packed
+def test_packed_weights_are_twice_there_at_an_update(on_cpu, lora, updated, packed):
+    model = NamedModel("m", TINY, 4)
+    assert packed_bytes(Engine(4, on_cpu), model, lora, updated=updated) == packed
 
 
 def test_what_training_keeps():
     count = Lora(4).parameters(TINY)
     # value, gradient and two moments in fp32, and two copies for the sampler
-    assert [part.size for part in trained_states(_trainer(Lora(4)))] == [16 * count, 8 * count]
-    full = {part.name: part.size / TINY.parameters for part in trained_states(_trainer(itemsize=2))}
+    assert [part.size for part in trained_states(TINY, 4, Lora(4))] == [16 * count, 8 * count]
+    full = {part.name: part.size / TINY.parameters for part in trained_states(TINY, 2, None)}
     assert (full["fp32 masters"], full["gradients"], full["optimizer"]) == (4, 6, 8)
-    # An export takes the place of a step that gave its memory back. In fp32 with an adapter: a
-    # copy of every linear layer, as the file itself is mapped.
-    for tokens in (10, 1000):
-        parts = _parts(_trainer(Lora(4), tokens=tokens))
-        step = sum(parts[name] for name in ("activations", "backward pass", "logits"))
-        assert parts.get("export", 0.0) == pytest.approx(max(0.0, LINEARS * 4 - step))

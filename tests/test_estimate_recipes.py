@@ -104,21 +104,6 @@ def test_a_recipe_fits_the_gpus_that_it_names_with_the_memory_that_it_says(
     assert need.size / GIB == pytest.approx(said, abs=1)
 
 
-def test_colocate_adds_engine_and_trainer_on_the_one_gpu(estimated: Any) -> None:
-    found = estimated("gpu_24gb")
-    (gpu,) = [need for need in found.needs if need.place == "GPU"]
-    sizes = {part.name: part.size for part in gpu.parts}
-    # The base in bf16: 233 million in the embedding, 28 layers of 46.8 million, the last norm.
-    layer = 2 * 1536 * 1536 + 2 * 1536 * 256 + 1536 + 2 * 256 + 3 * 1536 * 8960 + 2 * 1536
-    base = 151936 * 1536 + 28 * layer + 1536
-    adapter = 28 * 16 * (2 * (1536 + 1536) + 2 * (1536 + 256) + 3 * (1536 + 8960))
-    assert sizes["policy weights"] == 2 * base + 2 * adapter
-    # vLLM fills its quarter of the GPU to the last block of 16 tokens of 28,672 bytes.
-    engine = ("weights", "adapter", "forward pass", "CUDA and vLLM", "keys and values")
-    assert 0 <= 6 * GIB - sum(sizes[name] for name in engine) < 16 * 28672
-    assert gpu.size <= 24 * GIB
-
-
 def test_every_recipe_for_gpus_is_here_but_one_that_trains_elsewhere() -> None:
     named = {path.stem for path in ON_CLUSTER} | {"writer_single_gpu"}
     assert set(RECIPES) == named - {"trinity_cpu"}

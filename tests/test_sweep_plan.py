@@ -15,8 +15,7 @@ from project import write_project
 from aflow_tune.config.load import load_config
 from aflow_tune.errors import BadInput
 from aflow_tune.sweeps import Request
-from aflow_tune.sweeps.plan import Plan, make_plan
-from aflow_tune.sweeps.space import grid, parse_space
+from aflow_tune.sweeps.plan import Plan, grid, make_plan, parse_space
 from aflow_tune.sweeps.study import SweepStudy, opened
 
 LR = "algorithm.optimizer.lr"
@@ -64,7 +63,7 @@ def test_every_fault_of_a_space_is_told_at_once(tmp_path: Path) -> None:
     path = tmp_path / "space.yaml"
     path.write_text("seed: 5\nalgorithm:\n  repeat_times: [1, 2]\nlocal.dtype: [fp32, fp32]\n")
     items = ["a.b=7", "a.c=2..1", "a.d=log:0..1", "a.e=int:1.5..3", "a.f=log:x..y", "=1,2"]
-    items += ["a.g=1e-4,0.0001", "a.h=3..3", "a.i=1..2..3", "a.j=int:1..1e16", "a.k=1..1e999"]
+    items += ["a.g=1e-4,0.0001", "a.h=3..3", "a.i=1..2..3"]
     with pytest.raises(BadInput) as refused:
         parse_space([*items, str(path), "a[0].b=1,2", "a.0.b=3,4"])
     of_file = [f"{path}:1: seed", f"{path}:2: algorithm", f"{path}:4: local.dtype"]
@@ -214,28 +213,3 @@ def test_an_unfinished_trial_keeps_its_settings_reports_and_notes(tmp_path: Path
         study.end(number, 0.75)
         (record,) = study.records()
         assert (record.state, record.value) == ("complete", 0.75)
-
-
-def test_the_median_prunes_from_the_fourth_trial_on(tmp_path: Path) -> None:
-    with study_in(tmp_path, prune="median") as study:
-        for score in (0.5, 0.6, 0.7):
-            number, _ = begun(study)
-            assert study.report(number, 2, score) is False
-            study.end(number, score)
-        number, _ = begun(study)
-        assert study.report(number, 2, 0.55) is True  # the median is 0.6
-        study.end(number, pruned=True)
-        number, _ = begun(study)
-        assert study.report(number, 2, 0.65) is False
-        assert study.report(number, 4, 0.1) is False  # nobody has been at step 4
-        assert [record.state for record in study.records()][3:] == ["pruned", "running"]
-
-
-def test_halving_keeps_the_better_half_of_those_that_came_as_far(tmp_path: Path) -> None:
-    with study_in(tmp_path, prune="halving") as study:
-        first, second, third = (begun(study)[0] for _ in range(3))
-        assert study.report(first, 2, 0.8) is False
-        assert study.report(second, 2, 0.5) is True
-        assert study.report(third, 2, 0.9) is False
-        assert study.report(first, 4, 0.8) is False  # alone at four steps
-        assert study.report(third, 4, 0.7) is True

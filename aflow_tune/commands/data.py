@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import add_command, refuse, too_small
+from aflow_tune.commands.options import REPEATED, add_command, option, refuse, too_small
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 if TYPE_CHECKING:
@@ -54,23 +54,6 @@ with both places. Exit code 2 if there is one, else 0.
 """
 
 
-_PREPARE_OPTIONS = """\
---source NAME[=WHERE] each required  a source of rows; repeat it for each (see below)
---ratio NAME=SHARE each  a source's share
---benchmark NAME=BENCHMARK each  whose rows a source holds, where its name does not say it
---out DIR path required  where to write
---train N int =1000  rows (1000)
---validation N int =100  rows (100)
---test N int =100  rows (100)
---seed . int =0  which rows are drawn (0)
---force  replace files that are there
-"""
-_CHECK_OPTIONS = """\
-train TRAIN path  the file that is trained on
-test TEST path +  held-out files
-"""
-
-
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "data",
@@ -78,17 +61,38 @@ def add_parser(commands: Any) -> None:
         description="Prepare data files, or check them.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    add_command(
+    verb = add_command(
         actions,
         "prepare",
         _prepare,
-        _PREPARE_OPTIONS,
         help="write train.jsonl, validation.jsonl and test.jsonl from sources",
         description=_PREPARE,
         epilog=_PREPARE_EPILOG,
     )
+    option(
+        verb,
+        "--source NAME[=WHERE]",
+        "a source of rows; repeat it for each (see below)",
+        **REPEATED,
+        required=True,
+    )
+    option(verb, "--ratio NAME=SHARE", "a source's share", **REPEATED)
+    option(
+        verb,
+        "--benchmark NAME=BENCHMARK",
+        "whose rows a source holds, where its name does not say it",
+        **REPEATED,
+    )
+    option(verb, "--out DIR", "where to write", type=Path, required=True)
+    option(verb, "--train N", "rows (1000)", type=int, default=1000)
+    option(verb, "--validation N", "rows (100)", type=int, default=100)
+    option(verb, "--test N", "rows (100)", type=int, default=100)
+    option(verb, "--seed SEED", "which rows are drawn (0)", type=int, default=0)
+    option(verb, "--force", "replace files that are there")
     text = "find held-out rows that stand in the training data"
-    add_command(actions, "check", _check, _CHECK_OPTIONS, help=text, description=_CHECK)
+    verb = add_command(actions, "check", _check, help=text, description=_CHECK)
+    option(verb, "train TRAIN", "the file that is trained on", type=Path)
+    option(verb, "test TEST", "held-out files", type=Path, nargs="+")
 
 
 def _prepare(options: argparse.Namespace) -> int:
@@ -169,18 +173,12 @@ def _shares(
             where, found = f"--source {unknown[0]}", "a source of no known kind"
             raise BadInput.of("The shares are not known.", where, expected, found, cure)
         return default_shares({name: str(kind) for name, kind in kinds.items()})
-    missing = [name for name in named if name not in ratios]
-    if missing:
-        expected, where = "a share for every source, or for none", f"--source {missing[0]}"
-        cure = f"--ratio {missing[0]}=0.3"
-        raise BadInput.of("The shares are not known.", where, expected, "no --ratio", cure)
     try:
         return exact_shares({name: float(ratios[name]) for name in named})
-    except ValueError as error:
-        cure = " ".join(f"--ratio {name}={ratio}" for name, ratio in ratios.items())
-        expected = "shares above 0, together 1"
-        title, cure = "The shares do not fit.", f"correct {cure}"
-        raise BadInput.of(title, "--ratio", expected, str(error), cure) from None
+    except (KeyError, ValueError) as error:
+        expected = "shares above 0, together 1, for every source or for none"
+        cure = " ".join(f"--ratio {name}={1 / len(named):.3g}" for name in named)
+        raise BadInput.of("The shares do not fit.", "--ratio", expected, str(error), cure) from None
 
 
 def _read_sources(

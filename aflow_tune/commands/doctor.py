@@ -8,10 +8,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import CONFIG, add_command, print_json
+from aflow_tune.commands.options import add_command, config_arguments, option, print_json
 from aflow_tune.errors import BadInput, ExitCode
 
 if TYPE_CHECKING:
@@ -33,25 +32,23 @@ exit codes:
   1  a fault of the machine or the cluster
   2  a fault of what was given: configuration, function, data, model, key
 """
-_OPTIONS = f"""\
-{CONFIG.replace("path", "path ?")}\
---offline  ask neither the hub nor endpoints of models
---json  print one JSON object
-"""
 _LAST_SECONDS = 0.5
 
 
 def add_parser(commands: Any) -> None:
-    add_command(
+    parser = add_command(
         commands,
         "doctor",
         _doctor,
-        _OPTIONS,
         help="what this machine, or a configuration, still lacks for a run",
         description="Look at versions, GPUs, Ray, the sandbox and the disk; with CONFIG also at "
-        "everything that `validate` checks, at model, data, keys, and the cluster it names.",
+        "everything that `validate` checks, at model, data, keys, and the cluster it "
+        "names.",
         epilog=_EPILOG,
     )
+    config_arguments(parser, nargs="?")
+    option(parser, "--offline", "ask neither the hub nor endpoints of models")
+    option(parser, "--json", "print one JSON object")
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -66,7 +63,7 @@ def _doctor(options: argparse.Namespace) -> int:
     told: list[Line] = []
     out = sys.stdout
     # What libraries and the user's modules print while they are imported is none of ours.
-    with _silent_output(options.json), contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr):
         checks = examination(options.config, options.overrides, offline=options.offline)
         for lines in run_checks(checks):
             told += lines
@@ -92,29 +89,6 @@ def _doctor(options: argparse.Namespace) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
-
-
-@contextlib.contextmanager
-def _silent_output(silent: bool) -> Iterator[None]:
-    """Also what code in C, or children, write to the standard output goes to the other one."""
-    try:
-        number, errors = sys.stdout.fileno(), sys.stderr.fileno()
-    except (AttributeError, OSError, ValueError):  # a notebook's
-        silent = False
-    if not silent:
-        yield
-        return
-    kept = os.dup(number)
-    sys.stdout.flush()
-    os.dup2(errors, number)
-    try:
-        yield
-    finally:
-        for stream in (sys.stdout, sys.__stdout__):
-            if stream is not None:
-                stream.flush()
-        os.dup2(kept, number)
-        os.close(kept)
 
 
 def _text(line: Line) -> str:

@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from aflow_tune.commands.options import CONFIG, add_command
+from aflow_tune.commands.options import add_command, amount, config_arguments, count, option, size
 from aflow_tune.errors import ExitCode
 
 _EPILOG = """\
@@ -32,39 +32,37 @@ exit codes:
   1  something does not fit: what to change is printed; or the short run of --measure failed
   2  bad input, or a model or engine that cannot be estimated
 """
-_OPTIONS = f"""\
-{CONFIG.replace("the file", "the file, such as local.max_batch=16")}\
---inline  as `aflow-tune CONFIG --inline`: one process
-[what there is]
---gpu-memory SIZE size  of each GPU: 24GB (this machine's)
---gpus N count  GPUs in all (the configuration's)
---memory SIZE size  of each machine: 64GB (what is free here)
---usd-per-gpu-hour USD amount
-[what you know of the run]
---prompt-tokens N count  of a call, on average
---response-tokens N count  of a call, on average
---calls N count  of the tuned model in a run
---tokens-per-second N amount  sampled, in all
---train-tokens-per-second N amount
-[]
---no-rehearsal  do not call the workflow function
---measure  run two steps here first (local engine), in a folder that is removed
---json  print JSON and nothing else
-"""
 
 
 def add_parser(commands: Any) -> None:
-    add_command(
+    parser = add_command(
         commands,
         "estimate",
         _estimate,
-        _OPTIONS,
         help="memory, tokens, time and money of a run, and what to change to make it fit",
         description="Work out what a configuration needs, by role: memory for weights, gradients, "
-        "optimizer, activations and KV cache; tokens, time and money of a step. Says whether it "
-        "fits and what to change if it does not.",
+        "optimizer, activations and KV cache; tokens, time and money of a step. Says "
+        "whether it fits and what to change if it does not.",
         epilog=_EPILOG,
     )
+    config_arguments(parser, settings="settings that win over the file, such as local.max_batch=16")
+    option(parser, "--inline", "as `aflow-tune CONFIG --inline`: one process")
+    group = parser.add_argument_group("what there is")
+    option(group, "--gpu-memory SIZE", "of each GPU: 24GB (this machine's)", type=size)
+    option(group, "--gpus N", "GPUs in all (the configuration's)", type=count)
+    option(group, "--memory SIZE", "of each machine: 64GB (what is free here)", type=size)
+    option(group, "--usd-per-gpu-hour USD", type=amount)
+    group = parser.add_argument_group("what you know of the run")
+    option(group, "--prompt-tokens N", "of a call, on average", type=count)
+    option(group, "--response-tokens N", "of a call, on average", type=count)
+    option(group, "--calls N", "of the tuned model in a run", type=count)
+    option(group, "--tokens-per-second N", "sampled, in all", type=amount)
+    option(group, "--train-tokens-per-second N", type=amount)
+    option(parser, "--no-rehearsal", "do not call the workflow function")
+    option(
+        parser, "--measure", "run two steps here first (local engine), in a folder that is removed"
+    )
+    option(parser, "--json", "print JSON and nothing else")
 
 
 def _estimate(options: argparse.Namespace) -> int:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
-from aflow_tune.commands.options import CONFIG, add_command, print_json, refuse, too_small
+from aflow_tune.commands.options import (
+    REPEATED,
+    SEVERAL,
+    add_command,
+    config_arguments,
+    option,
+    print_json,
+    refuse,
+    too_small,
+)
 from aflow_tune.errors import ExitCode, Fault, RunFailed
 
 _DESCRIPTION = """\
@@ -39,39 +49,64 @@ exit codes: 0 measured, 1 failed or no run could be scored, 2 bad input, 3 inter
 of budget reached.
 """
 
-_OPTIONS = f"""\
-{CONFIG}\
---checkpoint WHICH many  weights to measure beside the base model (see below)
---compare A,B two  measure two and compare them in pairs
---samples K int =1  runs of each task
---limit N int  only the first N tasks of each set
---vary KEY=V1,V2 each  a column for each value of temperature, top_p, top_k or max_tokens; may be
-    repeated
---prompts FILE path many  a column for each YAML of operator prompts
---endpoint URL  an OpenAI-compatible API to ask instead
---model NAME many  models of the endpoint, the base model first
---key-variable NAME  environment variable with the endpoint's key; OPENAI_API_KEY for OpenAI's own
---solved-at SCORE float =1.0  score from which on a run has solved its task (default 1)
---retry-failed  make runs that failed before once more
---cache DIR path  keep the answers of executors and judges here and use them again; never those of
-    the model that is measured
---out DIR path  default: eval in the run folder
---json  print the result as JSON
-"""
 _LOG_WIDTH = 200
 """Characters of a line where nobody says how many fit."""
 
 
 def add_parser(commands: Any) -> None:
-    add_command(
+    parser = add_command(
         commands,
         "eval",
         _run,
-        _OPTIONS,
         help="measure a workflow on its held-out tasks: base model, checkpoints, endpoints",
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
+    config_arguments(parser)
+    option(
+        parser,
+        "--checkpoint WHICH",
+        "weights to measure beside the base model (see below)",
+        **SEVERAL,
+    )
+    option(
+        parser, "--compare", "measure two and compare them in pairs", nargs=2, metavar=("A", "B")
+    )
+    option(parser, "--samples K", "runs of each task", type=int, default=1)
+    option(parser, "--limit N", "only the first N tasks of each set", type=int)
+    option(
+        parser,
+        "--vary KEY=V1,V2",
+        "a column for each value of temperature, top_p, top_k or max_tokens; may be repeated",
+        **REPEATED,
+    )
+    option(
+        parser, "--prompts FILE", "a column for each YAML of operator prompts", type=Path, **SEVERAL
+    )
+    option(parser, "--endpoint URL", "an OpenAI-compatible API to ask instead")
+    option(parser, "--model NAME", "models of the endpoint, the base model first", **SEVERAL)
+    option(
+        parser,
+        "--key-variable NAME",
+        "environment variable with the endpoint's key; OPENAI_API_KEY for OpenAI's own",
+    )
+    option(
+        parser,
+        "--solved-at SCORE",
+        "score from which on a run has solved its task (default 1)",
+        type=float,
+        default=1.0,
+    )
+    option(parser, "--retry-failed", "make runs that failed before once more")
+    option(
+        parser,
+        "--cache DIR",
+        "keep the answers of executors and judges here and use them again; never those of the "
+        "model that is measured",
+        type=Path,
+    )
+    option(parser, "--out DIR", "default: eval in the run folder", type=Path)
+    option(parser, "--json", "print the result as JSON")
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
-from aflow_tune.commands.options import add_command, refuse, too_small
+from aflow_tune.commands.options import add_command, option, refuse, too_small
 from aflow_tune.errors import ExitCode, Fault
 
 _DESCRIPTION = """\
@@ -32,28 +33,42 @@ was rewarded best.
 """
 
 
-_OPTIONS = """\
---run DIR path required  the run folder; of a chain of stages its own or a stage's
---what {adapter,merged,workflows} required  see above
---out DIR path required  where to; made if missing
---checkpoint WHICH  for adapter and merged: last (the default), best (by the run's own evaluations),
-    or a step
---config FILE path  in place of the run's resolved.yaml
---top N int  for workflows: how many at most (default 10)
---least-uses N int  for workflows: leave out structures with fewer uses (default 3)
---dataset NAME  for workflows: what AFlow calls the data set, if the path of --out does not say it
-"""
-
-
 def add_parser(commands: Any) -> None:
-    add_command(
+    parser = add_command(
         commands,
         "export",
         _run,
-        _OPTIONS,
         help="write a run's adapter, merged model or best workflows for other tools",
         description=_DESCRIPTION,
         epilog=_EPILOG,
+    )
+    option(
+        parser,
+        "--run DIR",
+        "the run folder; of a chain of stages its own or a stage's",
+        type=Path,
+        required=True,
+    )
+    option(parser, "--what", "see above", choices=["adapter", "merged", "workflows"], required=True)
+    option(parser, "--out DIR", "where to; made if missing", type=Path, required=True)
+    option(
+        parser,
+        "--checkpoint WHICH",
+        "for adapter and merged: last (the default), best (by the run's own evaluations), or "
+        "a step",
+    )
+    option(parser, "--config FILE", "in place of the run's resolved.yaml", type=Path)
+    option(parser, "--top N", "for workflows: how many at most (default 10)", type=int)
+    option(
+        parser,
+        "--least-uses N",
+        "for workflows: leave out structures with fewer uses (default 3)",
+        type=int,
+    )
+    option(
+        parser,
+        "--dataset NAME",
+        "for workflows: what AFlow calls the data set, if the path of --out does not say it",
     )
 
 

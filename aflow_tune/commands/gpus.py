@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.commands.options import add_command, refuse
+from aflow_tune.commands.options import REPEATED, add_command, option, refuse
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 _MOST_SECONDS = 86400.0
@@ -41,37 +41,44 @@ that descends from them or that they descend from.
 """
 
 
-_OPTIONS = """\
---json  print JSON and nothing else
---monitor  go on showing, until Ctrl-C
---interval S float =2.0  seconds between two looks of --monitor (2)
---log FILE path  also append each look to FILE, as a line of JSON
-"""
-_FREE_OPTIONS = """\
-devices DEVICE *  a number, UUID, GPU:INSTANCE
---pid . int each  a process on a GPU; may be given several times
---protect PID int each  a process to leave alone; may be given several times
---config CONFIG path  a YAML whose protected_pids count as well
---grace S float =10.0  seconds between SIGTERM and SIGKILL (10)
---yes  do not ask
-"""
-
-
 def add_parser(commands: Any) -> None:
     parser = add_command(
         commands,
         "gpus",
         _show,
-        _OPTIONS,
         help="show what runs on the GPUs and whose it is; watch them; free one",
         description="Show the NVIDIA GPUs of this machine: use, memory, temperature, power, and "
         "every process on them with its user, memory, start and command.",
         epilog=_EPILOG,
     )
+    option(parser, "--json", "print JSON and nothing else")
+    option(parser, "--monitor", "go on showing, until Ctrl-C")
+    option(
+        parser,
+        "--interval S",
+        "seconds between two looks of --monitor (2)",
+        type=float,
+        default=2.0,
+    )
+    option(parser, "--log FILE", "also append each look to FILE, as a line of JSON", type=Path)
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
     text = "end processes of your own on a GPU, after showing them"
     texts = {"help": text, "description": _FREE, "epilog": _EPILOG}
-    add_command(actions, "free", _free, _FREE_OPTIONS, **texts)
+    verb = add_command(actions, "free", _free, **texts)
+    option(verb, "devices DEVICE", "a number, UUID, GPU:INSTANCE", nargs="*")
+    option(
+        verb, "--pid PID", "a process on a GPU; may be given several times", type=int, **REPEATED
+    )
+    option(
+        verb,
+        "--protect PID",
+        "a process to leave alone; may be given several times",
+        type=int,
+        **REPEATED,
+    )
+    option(verb, "--config CONFIG", "a YAML whose protected_pids count as well", type=Path)
+    option(verb, "--grace S", "seconds between SIGTERM and SIGKILL (10)", type=float, default=10.0)
+    option(verb, "--yes", "do not ask")
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -145,7 +152,6 @@ def _protected_by(config: Path | None) -> list[int]:
 
 
 def _confirm(count: int) -> bool:
-    """Whether somebody typed the whole word."""
     try:
         answer = input(f"End these {count} processes? Type yes: ")
     except (EOFError, RuntimeError, UnicodeDecodeError):  # nobody there; stdin closed; no text

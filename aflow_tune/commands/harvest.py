@@ -9,9 +9,10 @@ import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import CONFIG, add_command, print_json
+from aflow_tune.commands.options import SEVERAL, add_command, config_arguments, option, print_json
 from aflow_tune.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -48,28 +49,33 @@ exit codes: 0 done, 1 no graph solved a problem, 2 bad input, 3 interrupted, 4 a
 reached; after 3 and 4 the same command goes on.
 """
 
-_OPTIONS = f"""\
-{CONFIG.replace("the YAML file", "a YAML with a section `writer`")}\
---source SOURCE many  templates, teacher, runs (default: harvest.sources)
---runs DIR path many  run folders of the writer: the source `runs`, beside the others
---limit N int  so many problems, drawn by `seed`
---out FILE path  where the pairs go
---json  print the counts as JSON
-"""
 _LINE_SECONDS = 15.0
 """Least time between two progress lines in a log."""
 
 
 def add_parser(commands: Any) -> None:
-    add_command(
+    parser = add_command(
         commands,
         "harvest",
         _run,
-        _OPTIONS,
         help="collect problems with graphs that solve them, for a supervised warm start",
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
+    config_arguments(parser, config="a YAML with a section `writer`")
+    option(
+        parser, "--source SOURCE", "templates, teacher, runs (default: harvest.sources)", **SEVERAL
+    )
+    option(
+        parser,
+        "--runs DIR",
+        "run folders of the writer: the source `runs`, beside the others",
+        type=Path,
+        **SEVERAL,
+    )
+    option(parser, "--limit N", "so many problems, drawn by `seed`", type=int)
+    option(parser, "--out FILE", "where the pairs go", type=Path)
+    option(parser, "--json", "print the counts as JSON")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -121,8 +127,9 @@ def _print_counts(counts: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     structures = counts["kept_by_structure"]
     lines = [f"{number} pairs of {structure}" for structure, number in structures.items()]
-    problems, solved = counts["problems"], counts["solved_problems"]
-    lines.append(f"problems: {problems}, of which {solved} were solved by some graph")
+    lines.append(
+        f"problems: {counts['problems']}, solved by some graph {counts['solved_problems']}"
+    )
     for text, number in (
         ("dropped before: {} problems that are held out too", counts["leaks"]),
         ("passed over: {} rollouts of other problems", counts["rollouts_of_other_problems"]),
@@ -132,19 +139,16 @@ def _print_counts(counts: Mapping[str, Any], console: Console) -> None:
     if failures := counts["teacher_failures"]:
         lines.append(f"the teacher did not answer: {listed(failures)}; the same command asks again")
     for who in ("executor", "teacher"):
-        spent = counts[who]
-        if spent["tokens"]:
-            cost = "price not known" if spent["usd"] is None else f"${spent['usd']:.4f}"
-            lines.append(f"{who}: {spent['tokens']:,} tokens, {cost}")
-    if counts["dropped_for_balance"] > counts["kept"]:
+        if tokens := counts[who]["tokens"]:
+            usd = counts[who]["usd"]
+            lines.append(
+                f"{who}: {tokens:,} tokens, {'unpriced' if usd is None else f'${usd:.4f}'}"
+            )
+    if counts["dropped_for_balance"] > counts["kept"] or len(structures) == 1:
         lines.append(
-            "more was dropped than kept, so that no structure exceeds "
-            f"{counts['share_in_force']:.0%}: add sources, or raise harvest.per_structure"
-        )
-    if len(structures) == 1:
-        lines.append(
-            "warning: all pairs have one structure, which a policy will learn by heart: add "
-            "sources, or problems of another kind"
+            f"warning: structures {len(structures)}, each at most "
+            f"{counts['share_in_force']:.0%} of the pairs: add sources or problems of another "
+            "kind, or raise harvest.per_structure"
         )
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 

@@ -6,9 +6,10 @@ import argparse
 import contextlib
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
-from aflow_tune.commands.options import CONFIG, add_command, refuse
+from aflow_tune.commands.options import add_command, config_arguments, count, option, refuse
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 _EPILOG = """\
@@ -28,48 +29,64 @@ dry run:
   No number is what the model would do. Exit code 0: a batch was filled and a step was made;
   1: not, and the first traceback is shown; 2: refused, nothing was started. docs/dry_run.md
 """
-_CONFIG = CONFIG.replace("the file", "the file, such as buffer.total_steps=20")
-_OPTIONS = f"""\
-{_CONFIG}\
---inline  one process without Ray: starts faster, half the memory, same results
-[a dry run]
---dry-run  play one step by a script on a tiny random model; no GPU, nothing is kept
---answers FILE path  what a good and a bad policy would say
---call-apis  call the models behind APIs, which costs money; else plain words stand in for them
---tasks N count  tasks to play (a whole step, up to 256 runs); sums are scaled to the step
---stage NAME  the stage to play (the first that can be)
---json  print JSON and nothing else
-"""
 
 
 def add_parser(commands: Any) -> None:
-    add_command(
+    parser = add_command(
         commands,
         "run",
         _run,
-        _OPTIONS,
         help="tune a workflow (the word may be left out)",
         description="Tune the workflow of a configuration, with an evaluation before and after. "
         "The same command resumes an interrupted run.",
         epilog=_EPILOG,
     )
-    add_command(
+    config_arguments(
+        parser, settings="settings that win over the file, such as buffer.total_steps=20"
+    )
+    option(
+        parser, "--inline", "one process without Ray: starts faster, half the memory, same results"
+    )
+    group = parser.add_argument_group("a dry run")
+    option(
+        group,
+        "--dry-run",
+        "play one step by a script on a tiny random model; no GPU, nothing is kept",
+    )
+    option(group, "--answers FILE", "what a good and a bad policy would say", type=Path)
+    option(
+        group,
+        "--call-apis",
+        "call the models behind APIs, which costs money; else plain words stand in for them",
+    )
+    option(
+        group,
+        "--tasks N",
+        "tasks to play (a whole step, up to 256 runs); sums are scaled to the step",
+        type=count,
+    )
+    option(group, "--stage NAME", "the stage to play (the first that can be)")
+    option(group, "--json", "print JSON and nothing else")
+    parser = add_command(
         commands,
         "validate",
         _validate,
-        _CONFIG,
         help="check configuration, function and data set without starting anything",
         description="Check a configuration, its workflow function and its data sets. Starts "
-        "nothing and fetches nothing. Every fault is printed with its place and its cure.",
+        "nothing and fetches nothing. Every fault is printed with its place and its "
+        "cure.",
     )
-    add_command(
+    config_arguments(
+        parser, settings="settings that win over the file, such as buffer.total_steps=20"
+    )
+    parser = add_command(
         commands,
         "init",
         _init,
-        "folder . path  where to write it; made if missing\n",
         help="write a small new project: workflow, YAML, data, test",
         description="Write a small project to start from. Existing files are never overwritten.",
     )
+    option(parser, "folder folder", "where to write it; made if missing", type=Path)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -88,7 +105,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _dry_run(options: argparse.Namespace) -> int:
-    from aflow_tune.dry_run.numbers import as_json, render
+    from aflow_tune.dry_run.dry_run import as_json, render
     from aflow_tune.tuning import dry_run_config
 
     with contextlib.redirect_stdout(sys.stderr):  # the workflow may print

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import add_command, print_json, refuse, too_small
+from aflow_tune.commands.options import REPEATED, add_command, option, print_json, refuse, too_small
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 if TYPE_CHECKING:
@@ -61,24 +62,6 @@ def arrange(arguments: Sequence[str]) -> list[str]:
 _FOLDERS = """\
 folders DIR path *  run folders, or folders that hold some (default: runs and checkpoints here)
 """
-_LIST_OPTIONS = f"""\
-{_FOLDERS}\
---json  print JSON and nothing else
---sort {{changed,name,state,score,cost,step}} =changed  by what; default: changed, latest first
---state STATE each  only runs in this state; may be repeated
-"""
-_RESUME_OPTIONS = """\
-folder DIR path  the run folder
-overrides key=value *  settings, such as buffer.total_steps=20
-"""
-_CLEAN_OPTIONS = f"""\
-{_FOLDERS}\
---keep-last N int =1  newest (1)
---keep-best N int =1  best ones (1)
-[either]
---yes  do not ask
---dry-run  only show what would go
-"""
 
 
 def add_parser(commands: Any) -> None:
@@ -90,18 +73,47 @@ def add_parser(commands: Any) -> None:
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     listed = "what runs there are, and what became of them (the word may be left out)"
-    add_command(actions, "list", _list, _LIST_OPTIONS, help=listed, description=_DESCRIPTION)
-    add_command(
+    verb = add_command(actions, "list", _list, help=listed, description=_DESCRIPTION)
+    option(
+        verb,
+        "folders DIR",
+        "run folders, or folders that hold some (default: runs and checkpoints here)",
+        type=Path,
+        nargs="*",
+    )
+    option(verb, "--json", "print JSON and nothing else")
+    option(
+        verb,
+        "--sort",
+        "by what; default: changed, latest first",
+        choices=["changed", "name", "state", "score", "cost", "step"],
+        default="changed",
+    )
+    option(verb, "--state STATE", "only runs in this state; may be repeated", **REPEATED)
+    verb = add_command(
         actions,
         "resume",
         _resume,
-        _RESUME_OPTIONS,
         help="go on with a run, by its folder",
         description="Start the command that began a run once more, in the folder it was started "
         "in: it goes on from the last sound checkpoint. More settings may follow.",
     )
+    option(verb, "folder DIR", "the run folder", type=Path)
+    option(verb, "overrides key=value", "settings, such as buffer.total_steps=20", nargs="*")
     clean = "take away checkpoints that are neither newest nor best"
-    add_command(actions, "clean", _clean, _CLEAN_OPTIONS, help=clean, description=_CLEAN)
+    verb = add_command(actions, "clean", _clean, help=clean, description=_CLEAN)
+    option(
+        verb,
+        "folders DIR",
+        "run folders, or folders that hold some (default: runs and checkpoints here)",
+        type=Path,
+        nargs="*",
+    )
+    option(verb, "--keep-last N", "newest (1)", type=int, default=1)
+    option(verb, "--keep-best N", "best ones (1)", type=int, default=1)
+    either = verb.add_mutually_exclusive_group()
+    option(either, "--yes", "do not ask")
+    option(either, "--dry-run", "only show what would go")
 
 
 def _roots(folders: Sequence[Path]) -> list[Path]:
@@ -132,7 +144,17 @@ def _list(options: argparse.Namespace) -> int:
     found = [describe(path) for path in find_runs(_roots(options.folders))]
     if options.state:
         found = [run for run in found if run.state.value in options.state]
-    found.sort(key=lambda run: _order(run)[options.sort])
+    last = math.inf
+    found.sort(key=lambda run: str(run.path))
+    orders: dict[str, Callable[[RunInfo], Any]] = {
+        "changed": lambda run: -run.changed,
+        "name": lambda run: 0,
+        "state": lambda run: (run.state.value, -run.changed),
+        "score": lambda run: -run.best[1] if run.best else last,
+        "cost": lambda run: last if run.usd is None else -run.usd,
+        "step": lambda run: -run.step,
+    }
+    found.sort(key=orders[options.sort])
     if options.json:
         print_json([run.to_json() for run in found])
     elif found:
@@ -140,19 +162,6 @@ def _list(options: argparse.Namespace) -> int:
     else:
         print(f"no runs in {', '.join(map(str, options.folders)) or ' or '.join(ROOTS)}")
     return ExitCode.DONE
-
-
-def _order(run: RunInfo) -> dict[str, tuple[Any, ...]]:
-    """What a list is sorted by, for each choice of --sort."""
-    name, last = str(run.path), float("inf")
-    return {
-        "changed": (-run.changed, name),
-        "name": (name,),
-        "state": (run.state.value, -run.changed, name),
-        "score": (-run.best[1] if run.best else last, name),
-        "cost": (last if run.usd is None else -run.usd, name),
-        "step": (-run.step, name),
-    }
 
 
 def _print_table(found: Sequence[RunInfo]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
-from aflow_tune.commands.options import add_command, add_options
+from aflow_tune.commands.options import REPEATED, Parser, add_command, option
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 _EPILOG = """\
@@ -25,19 +26,6 @@ exit codes:
   1  no wall can be built here and nothing was run; with run also: the program did not finish
   2  bad input, such as a file that is not there
 """
-# Kept: the parser of `run` would put its defaults over what stood before the word.
-_COMMON = """\
---policy {auto,bubblewrap,landlock,unsafe_subprocess} kept  which wall; unsafe_subprocess is none
-    (auto: the strongest that can be built)
---json . flag kept  print JSON and nothing else
-"""
-_OPTIONS = f"""\
-program FILE.py path  the program
---stdin FILE path  what it reads from stdin
---time S float  seconds of wall clock (15)
---memory MB int  for all its processes (512)
---package NAME each  an installed package that it may import, such as numpy; again for more
-{_COMMON}"""
 
 
 def add_parser(commands: Any) -> None:
@@ -48,18 +36,40 @@ def add_parser(commands: Any) -> None:
         "It is proved by starting a program behind it.",
         epilog=_EPILOG,
     )
-    add_options(parser, _COMMON)
+    _common(parser)
     parser.set_defaults(action=_show, policy="auto", json=False)
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
-    add_command(
+    verb = add_command(
         actions,
         "run",
         _run,
-        _OPTIONS,
         help="run one Python program",
         description="Run one Python program in the sandbox and say how it ended.",
         epilog=_EPILOG,
     )
+    option(verb, "program FILE.py", "the program", type=Path)
+    option(verb, "--stdin FILE", "what it reads from stdin", type=Path)
+    option(verb, "--time S", "seconds of wall clock (15)", type=float)
+    option(verb, "--memory MB", "for all its processes (512)", type=int)
+    option(
+        verb,
+        "--package NAME",
+        "an installed package that it may import, such as numpy; again for more",
+        **REPEATED,
+    )
+    _common(verb)
+
+
+def _common(parser: Parser) -> None:
+    # Suppressed: the parser of `run` would put its defaults over what stood before the word.
+    option(
+        parser,
+        "--policy",
+        "which wall; unsafe_subprocess is none (auto: the strongest that can be built)",
+        choices=["auto", "bubblewrap", "landlock", "unsafe_subprocess"],
+        default=argparse.SUPPRESS,
+    )
+    option(parser, "--json", "print JSON and nothing else", default=argparse.SUPPRESS)
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -68,28 +78,18 @@ def _show(options: argparse.Namespace) -> int:
     from aflow_tune.sandbox.types import SandboxUnavailable
 
     found = detect(options.policy)
+    level = found.level
+    facts: dict[str, Any] = {"level": level and level.value, "reasons": found.reasons}
+    facts["covers"] = COVERS[level] if level else []
+    facts["does_not_cover"] = DOES_NOT_COVER[level] if level else []
     if options.json:
-        level = found.level
-        print(
-            json.dumps(
-                {
-                    "level": None if level is None else level.value,
-                    "reasons": found.reasons,
-                    "covers": [] if level is None else COVERS[level],
-                    "does_not_cover": [] if level is None else DOES_NOT_COVER[level],
-                }
-            )
-        )
-        return ExitCode.FAILED if level is None else ExitCode.DONE
-    if found.level is None:
+        print(json.dumps(facts))
+        return ExitCode.DONE if level else ExitCode.FAILED
+    if level is None:
         raise SandboxUnavailable(unavailable(options.policy, found))
-    print(f"level: {found.level.value}")
-    for name, reason in found.reasons.items():
-        print(f"  {name}: {reason}")
-    print("covers:")
-    print("\n".join(f"  - {line}" for line in COVERS[found.level]))
-    print("does not cover:")
-    print("\n".join(f"  - {line}" for line in DOES_NOT_COVER[found.level]))
+    print(f"level: {level.value}", *(f"  {n}: {why}" for n, why in found.reasons.items()), sep="\n")
+    for key in ("covers", "does_not_cover"):
+        print(f"{key.replace('_', ' ')}:", *(f"  - {line}" for line in facts[key]), sep="\n")
     return ExitCode.DONE
 
 
@@ -112,11 +112,13 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(execution.to_json()))
     else:
-        hit = ", ".join(execution.limits_hit) or "none"
-        print(f"outcome:    {execution.ending.value} (exit code {execution.exit_code})")
-        print(f"level:      {execution.level.value}")
-        print(f"limits hit: {hit}")
-        print(f"seconds:    {execution.seconds:.3f}")
+        print(
+            f"outcome:    {execution.ending.value} (exit code {execution.exit_code})",
+            f"level:      {execution.level.value}",
+            f"limits hit: {', '.join(execution.limits_hit) or 'none'}",
+            f"seconds:    {execution.seconds:.3f}",
+            sep="\n",
+        )
         for name in ("stdout", "stderr"):
             if text := _harmless(getattr(execution, name)):
                 print(f"{name}:\n{text}", end="" if text.endswith("\n") else "\n")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import add_command
+from aflow_tune.commands.options import add_command, option
 from aflow_tune.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -27,32 +28,42 @@ rules side by side.
 """
 
 
-_OPTIONS = """\
---benchmark NAME required  gsm8k, math, humaneval, mbpp, hotpotqa, drop, or reasoning_gym:TASK
---data ROWS.jsonl path  the rows, one object a line; left out: the benchmark's test rows from the
-    hub
---split .  another split of the hub's data set
-[either, required]
---answers ANSWERS.jsonl path  one answer a row
---self-check  score the rows' own gold answers; exit code 1 unless all score 1.0
-[]
---sandbox {auto,bubblewrap,landlock,unsafe_subprocess} =auto  what programs run behind;
-    unsafe_subprocess is no wall (default: the strongest)
---json  print JSON and nothing else
-"""
-
-
 def add_parser(commands: Any) -> None:
-    add_command(
+    parser = add_command(
         commands,
         "score",
         _score,
-        _OPTIONS,
         help="score answers by a benchmark's published and strict rule",
         description="Score answers to a benchmark's rows, wherever they came from. Programs run "
         "in the sandbox.",
         epilog=_EPILOG,
     )
+    option(
+        parser,
+        "--benchmark NAME",
+        "gsm8k, math, humaneval, mbpp, hotpotqa, drop, or reasoning_gym:TASK",
+        required=True,
+    )
+    option(
+        parser,
+        "--data ROWS.jsonl",
+        "the rows, one object a line; left out: the benchmark's test rows from the hub",
+        type=Path,
+    )
+    option(parser, "--split SPLIT", "another split of the hub's data set")
+    either = parser.add_mutually_exclusive_group(required=True)
+    option(either, "--answers ANSWERS.jsonl", "one answer a row", type=Path)
+    option(
+        either, "--self-check", "score the rows' own gold answers; exit code 1 unless all score 1.0"
+    )
+    option(
+        parser,
+        "--sandbox",
+        "what programs run behind; unsafe_subprocess is no wall (default: the strongest)",
+        choices=["auto", "bubblewrap", "landlock", "unsafe_subprocess"],
+        default="auto",
+    )
+    option(parser, "--json", "print JSON and nothing else")
 
 
 def _score(options: argparse.Namespace) -> int:

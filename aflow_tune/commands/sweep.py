@@ -6,7 +6,16 @@ import argparse
 import sys
 from typing import Any
 
-from aflow_tune.commands.options import CONFIG, add_command, print_json
+from aflow_tune.commands.options import (
+    REPEATED,
+    add_command,
+    amount,
+    config_arguments,
+    count,
+    option,
+    print_json,
+    seeds,
+)
 from aflow_tune.errors import ExitCode
 from aflow_tune.sweeps import Request
 
@@ -38,40 +47,66 @@ exit codes:
 """
 
 
-_OPTIONS = f"""\
-{CONFIG.replace("settings that win over the file", "settings that every trial has")}\
---space KEY=WHAT|FILE each required  a key and what to try for it, or a YAML file of such lines;
-    may be repeated
-[what is drawn, and how it is compared]
---trials N count  trials in all (20; a grid: all)
---sampler {{tpe,random,grid}} =tpe  tpe learns from the trials before (default), random does not,
-    grid tries every combination once
---seed N int =0  of what is drawn (0)
---seeds 0,1,2 seeds  run each trial once with each of these seeds and take the mean
---objective {{best,last}} =best  the best evaluation of a run (default), or its last
---prune {{none,median,halving}} =none  stop a trial whose held-out score falls behind: below the
-    median of earlier trials, or not in the better half when the steps have doubled (default: none)
-[how much at once, and where]
---parallel K count =1  runs at once (1)
---timeout SECONDS amount  stop this command after that long
---ray ADDRESS  start runs through this Ray: HOST:PORT, auto for one that runs here, none for
-    processes of this machine (default: what cluster.ray_address or RAY_ADDRESS names)
-[]
---json  print the content of sweep.json at the end
-"""
-
-
 def add_parser(commands: Any) -> None:
-    add_command(
+    parser = add_command(
         commands,
         "sweep",
         _sweep,
-        _OPTIONS,
         help="try a configuration with other settings, and compare by held-out score",
         description="Train one configuration again and again with other settings, drawn by "
         "Optuna, and compare the trials by their held-out score.",
         epilog=_EPILOG,
     )
+    config_arguments(parser, settings="settings that every trial has")
+    option(
+        parser,
+        "--space KEY=WHAT|FILE",
+        "a key and what to try for it, or a YAML file of such lines; may be repeated",
+        **REPEATED,
+        required=True,
+    )
+    group = parser.add_argument_group("what is drawn, and how it is compared")
+    option(group, "--trials N", "trials in all (20; a grid: all)", type=count)
+    option(
+        group,
+        "--sampler",
+        "tpe learns from the trials before (default), random does not, grid tries every "
+        "combination once",
+        choices=["tpe", "random", "grid"],
+        default="tpe",
+    )
+    option(group, "--seed N", "of what is drawn (0)", type=int, default=0)
+    option(
+        group,
+        "--seeds 0,1,2",
+        "run each trial once with each of these seeds and take the mean",
+        type=seeds,
+    )
+    option(
+        group,
+        "--objective",
+        "the best evaluation of a run (default), or its last",
+        choices=["best", "last"],
+        default="best",
+    )
+    option(
+        group,
+        "--prune",
+        "stop a trial whose held-out score falls behind: below the median of earlier trials, "
+        "or not in the better half when the steps have doubled (default: none)",
+        choices=["none", "median", "halving"],
+        default="none",
+    )
+    group = parser.add_argument_group("how much at once, and where")
+    option(group, "--parallel K", "runs at once (1)", type=count, default=1)
+    option(group, "--timeout SECONDS", "stop this command after that long", type=amount)
+    option(
+        group,
+        "--ray ADDRESS",
+        "start runs through this Ray: HOST:PORT, auto for one that runs here, none for "
+        "processes of this machine (default: what cluster.ray_address or RAY_ADDRESS names)",
+    )
+    option(parser, "--json", "print the content of sweep.json at the end")
 
 
 def _sweep(options: argparse.Namespace) -> int:

@@ -16,11 +16,13 @@ import contextlib
 import copy
 import math
 import re
+import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,6 @@ from aflow_tune.config.quiet import end_log, log_to
 from aflow_tune.config.stages import parts_of
 from aflow_tune.config.tasksets import materialise_tasksets, total_steps, user_tasksets
 from aflow_tune.config.validate import functions_of
-from aflow_tune.dry_run.numbers import DryRunResult, Plan, by_kind, groups, read_runs
 from aflow_tune.dry_run.script import (
     ADAPTER,
     BAD,
@@ -42,13 +43,14 @@ from aflow_tune.dry_run.script import (
     TRUTH,
     TRUTH_FIELDS,
     WORDS,
+    PlayedRun,
     Script,
     read_answers,
+    read_runs,
 )
 from aflow_tune.engines.local.models import load_model
 from aflow_tune.engines.local.scripted import (
     CHATML,
-    PROJECTIONS,
     ScriptedSampler,
     ScriptedServer,
     tokenizer_for,
@@ -59,6 +61,7 @@ from aflow_tune.find_ray import use_own
 from aflow_tune.models.prices import price_of
 from aflow_tune.models.types import Usage
 from aflow_tune.report.metrics import read_metrics
+from aflow_tune.report.quantities import GRADIENT_NORM, GROUP_HEALTH, LOSS
 from aflow_tune.running.run import Run
 from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
 
@@ -92,6 +95,24 @@ _ELSEWHERE: dict[str, Any] = {
 """What only Trinity's own engines have, and what takes its place."""
 
 
+BINS = 10
+_COUNT = "experience_pipeline/experience_count"
+_LONE = "experience_pipeline/group/lone_runs"
+_PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_BAR = 40
+_GROUPS = ("mixed", "all best", "all worst", "failed", "lone")
+_STEP = {
+    "loss": LOSS,
+    "gradient_norm": GRADIENT_NORM,
+    "advantage_min": ("critic/advantages/min",),
+    "advantage_mean": ("critic/advantages/mean",),
+    "advantage_max": ("critic/advantages/max",),
+    "train_tokens": ("perf/train_tokens",),
+    "skipped": ("actor/skipped_steps",),
+}
+"""What the trainer logs of the optimiser step, by short name."""
+
+
 @dataclass(frozen=True)
 class DryRunOptions:
     """What the command line adds to the configuration. `tasks` None: a whole step, as long as it
@@ -105,8 +126,6 @@ class DryRunOptions:
 
 
 class DryRun(Run):
-    """One step of a shrunken configuration on the scripted sampler."""
-
     script: Script
 
     def play(self, phase: Callable[[str], None], stop: Callable[[], bool]) -> int:
@@ -172,7 +191,7 @@ def dry_run(
         result = DryRunResult(scene.plan(stage), read_runs(run.run_dir), metrics, failure=failure)
         if failure is None and not result.trained:
             result.failure = "the gradient of the step was not finite: the step changed nothing"
-        result.real, result.stood_in = [*scene.real(result.trained)], [*scene.stood_in()]
+        result.real, result.stood_in = scene.real(result.trained), scene.stood_in()
         result.warnings = [*scene.warnings, *_doubts(result, options)]
         result.seconds = time.monotonic() - started
         return result
@@ -187,19 +206,14 @@ def _chosen(whole: AflowConfig, stage: str | None) -> tuple[str, AflowConfig]:
     parts, faults = parts_of(whole)
     if faults:
         raise BadInput("The stages do not fit together.", faults)
-    names = [name for name, _ in parts if name]
-    if stage is not None and stage not in names:
-        expected = f"one of {', '.join(names)}" if names else "nothing: there are no stages"
-        cure = "name a stage, or leave --stage out"
-        raise BadInput.of("There is no such stage.", "--stage", expected, repr(stage), cure)
-    playable = [part for part in parts if part[1].mode in ("both", "colocate")]
-    for part in playable:
-        if stage in (None, part[0]):
-            return part
-    modes = ", ".join(dict.fromkeys(part.mode for _, part in parts))
-    cure = "name such a stage with --stage" if playable else "aflow-tune validate and doctor"
+    for name, part in parts:
+        if part.mode in ("both", "colocate") and stage in (None, name):
+            return name, part
+    modes = "; ".join(f"{f'stage {name}, ' if name else ''}mode: {p.mode}" for name, p in parts)
+    where = "--stage" if stage else whole.positions.where("mode")
+    expected = "a run or a stage of mode: both, or none named"
     title = "A dry run plays a run that trains on rollouts of a workflow."
-    raise BadInput.of(title, whole.positions.where("mode"), "mode: both", f"mode: {modes}", cure)
+    raise BadInput.of(title, where, expected, f"{stage or ''} {modes}", "name such a stage")
 
 
 def _doubts(result: DryRunResult, options: DryRunOptions) -> Iterator[str]:
@@ -285,7 +299,6 @@ class _Scene:
         return Script(answers, next(filter(None, named), None), fields, str(path or ""))
 
     def _serve(self, name: str) -> str:
-        """Answer for a model behind an API; returns the address."""
         import torch
 
         tokenizer = copy.deepcopy(self.tokens.tokenizer)
@@ -336,9 +349,10 @@ class _Scene:
             for owner, name in owners:
                 if (value := getattr(owner, name)) is not None:
                     setattr(owner, name, value * WIDER)
-        if model.lora_configs and not adapts(model.lora_configs[0].target_modules):
-            yield f"target_modules: {model.lora_configs[0].target_modules}"
-            model.lora_configs[0].target_modules = "all-linear"
+        for adapter in model.lora_configs or []:
+            if adapter.target_modules != "all-linear":
+                yield f"target_modules: {adapter.target_modules}"
+            adapter.target_modules = "all-linear"
         buffer.batch_size, buffer.train_batch_size = self.tasks, 0
         buffer.total_steps, config.trainer.total_steps = 1, None
         if config.algorithm.sample_strategy in COUNTING_STRATEGIES:
@@ -352,72 +366,66 @@ class _Scene:
 
     # -- what it was -----------------------------------------------------------------------
 
-    def plan(self, stage: str) -> Plan:
-        """What the prepared configuration asks for."""
+    def plan(self, stage: str) -> dict[str, Any]:
+        """What the prepared configuration asks for (`DryRunResult.plan`)."""
         planned = self.planned
         algorithm, sync, model = planned.algorithm, planned.synchronizer, planned.model
         rounds, trainer_steps = None, 1
         if sync.sync_style.value == "fixed":
             rounds = (sync.explorer_sync_interval or sync.sync_interval) + sync.sync_offset
             trainer_steps = sync.trainer_sync_interval or sync.sync_interval
-        return Plan(
-            model=self.policy,
-            engine=planned.engine,
-            algorithm=algorithm.algorithm_type,
-            advantage=str(algorithm.advantage_fn),
-            loss=str(algorithm.policy_loss_fn),
-            tasks=planned.buffer.batch_size,
-            played=self.tasks,
-            repeats=algorithm.repeat_times,
-            steps=total_steps(planned),
-            train_batch_size=planned.buffer.train_batch_size,
-            counts_calls=(algorithm.sample_strategy or "default") in COUNTING_STRATEGIES,
-            explorer_rounds=rounds,
-            trainer_steps=trainer_steps,
-            max_prompt=model.max_prompt_tokens,
-            max_response=model.max_response_tokens,
-            max_length=model.max_model_len,
-            own_tokens=self.tokens.own,
-            stage=stage,
-        )
+        return {
+            "model": self.policy,
+            "engine": planned.engine,
+            "algorithm": algorithm.algorithm_type,
+            "advantage": str(algorithm.advantage_fn),
+            "loss": str(algorithm.policy_loss_fn),
+            "tasks": planned.buffer.batch_size,
+            "played": self.tasks,
+            "repeats": algorithm.repeat_times,
+            "steps": total_steps(planned),
+            "train_batch_size": planned.buffer.train_batch_size,
+            "counts_calls": (algorithm.sample_strategy or "default") in COUNTING_STRATEGIES,
+            "explorer_rounds": rounds,
+            "trainer_steps": trainer_steps,
+            "max_prompt": model.max_prompt_tokens,
+            "max_response": model.max_response_tokens,
+            "max_length": model.max_model_len,
+            "own_tokens": self.tokens.own,
+            "stage": stage,
+        }
 
-    def real(self, trained: bool) -> Iterator[str]:
-        """What was as in a run; the step only if it was made."""
-        played = self.run.config
+    def real(self, trained: bool) -> list[str]:
+        played, called = self.run.config, self.apis if self.options.call_apis else {}
         where = "in one process, without Ray" if played.inline else "as actors of a Ray of its own"
         pipeline = [item.name for item in played.data_processor.experience_pipeline.operators]
         operators = ", ".join(name.rpartition(".")[2] for name in pipeline)
         given = self.tokens.own or played.explorer.rollout_model.chat_template
         template = "the chat template" if given else "another tokenizer's chat template"
-        yield "rows, workflow function, judge and rewards, and whatever these call on their own"
-        yield f"adapter, runners, experience pipeline, buffer and trainer, {where}"
-        yield f"recorded calls over HTTP with {template} and tool calls"
-        yield (
+        return [
+            "rows, workflow function, judge and rewards, and whatever these call on their own",
+            f"adapter, runners, experience pipeline, buffer and trainer, {where}",
+            f"recorded calls over HTTP with {template} and tool calls",
             f"operators {operators}; advantage {played.algorithm.advantage_fn}; loss "
-            f"{played.algorithm.policy_loss_fn}"
-        )
-        if trained:
-            yield "one optimiser step, and its weights handed to the sampler"
-        if self.options.call_apis:
-            yield from (f"{_named(role, model)}: called" for role, model in self.apis.items())
+            f"{played.algorithm.policy_loss_fn}",
+            *["one optimiser step, and its weights handed to the sampler"] * trained,
+            *(f"{_named(role, model)}: called" for role, model in called.items()),
+        ]
 
-    def stood_in(self) -> Iterator[str]:
-        """What took the place of what."""
+    def stood_in(self) -> list[str]:
         own = "" if self.tokens.own else ", since its own is not on this machine"
-        yield (
+        auxiliary = self.planned.explorer.auxiliary_models
+        apis = {} if self.options.call_apis else self.apis
+        return [
             f"{self.policy}: a random Llama of {self.parameters:,} parameters with "
-            f"{self.tokens.source}{own}"
-        )
-        yield "what it says: the script (above)"
-        for auxiliary in self.planned.explorer.auxiliary_models:
-            yield f"{auxiliary.name or 'an auxiliary model'} (auxiliary model): plain words"
-        for role, model in {} if self.options.call_apis else self.apis.items():
-            yield f"{_named(role, model)}: plain words; --call-apis would call it"
-        if self.trinity:
-            yield "vLLM and verl: the local sampler and trainer, on this machine's CPU"
-        if self.left_out:
-            yield f"left out: {'; '.join(self.left_out)}"
-        yield "no evaluation on held-out rows, no export; checkpoints are thrown away"
+            f"{self.tokens.source}{own}",
+            "what it says: the script (above)",
+            *(f"{m.name or 'one'} (auxiliary model): plain words" for m in auxiliary),
+            *(f"{_named(r, m)}: plain words; --call-apis would call it" for r, m in apis.items()),
+            *["vLLM and verl: the local sampler and trainer, on this machine's CPU"] * self.trinity,
+            *[f"left out: {'; '.join(self.left_out)}"] * bool(self.left_out),
+            "no evaluation on held-out rows, no export; checkpoints are thrown away",
+        ]
 
 
 def _named(role: str, model: Any) -> str:
@@ -447,18 +455,6 @@ def _without_trinitys(config: AflowConfig) -> Iterator[str]:
         adapter.path = adapter.exclude_modules = None
 
 
-def adapts(target_modules: str | list[str] | tuple[str, ...]) -> bool:
-    """Whether `target_modules` names a layer of the tiny model, as PEFT reads it."""
-    layers = ("self_attn",) * 4 + ("mlp",) * 3
-    names = [f"model.layers.0.{at}.{name}" for at, name in zip(layers, PROJECTIONS, strict=True)]
-    if not isinstance(target_modules, str):
-        return any(name.endswith(f".{target}") for name in names for target in target_modules)
-    with contextlib.suppress(re.error):
-        if any(re.fullmatch(target_modules, name) for name in names):
-            return True
-    return target_modules == "all-linear" or target_modules in PROJECTIONS
-
-
 def api_stand_ins(
     models: Mapping[str, ModelSettings], serve: Callable[[str], str]
 ) -> dict[str, ModelSettings]:
@@ -485,3 +481,259 @@ def api_stand_ins(
             prices=prices,
         )
     return found
+
+
+# -- what it showed ----------------------------------------------------------------------
+
+
+@dataclass
+class DryRunResult:
+    """A dry run, finished or not. `failure` is None if a step was trained.
+
+    plan: what the configuration asks for, by the names that `--json` prints. `tasks` are those of a
+    step, `played` how many of them were played. `counts_calls`: the trainer waits for
+    `train_batch_size` calls (Trinity's default sample strategy); else it trains on whole steps.
+    `explorer_rounds` steps are explored before the explorer waits for the weights of trainer step
+    `trainer_steps`; None where it does not wait.
+    """
+
+    plan: dict[str, Any]
+    runs: list[PlayedRun]
+    metrics: dict[str, float]
+    seconds: float = 0.0
+    real: list[str] = field(default_factory=list)
+    stood_in: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    failure: str | None = None
+
+    @property
+    def trained(self) -> bool:
+        return self.failure is None and any(name in self.metrics for name in GRADIENT_NORM)
+
+    @property
+    def good(self) -> bool:
+        """Whether a batch fills and a step was made of it: exit code 0."""
+        return self.trained and bool(self.fill["fills"])
+
+    @property
+    def fill(self) -> dict[str, Any]:
+        """How the calls of a step fill the trainer's batch."""
+        return fill_of(self.plan, self.metrics.get(_COUNT, 0.0))
+
+    @property
+    def first_failure(self) -> PlayedRun | None:
+        return next((run for run in self.runs if run.failure is not None), None)
+
+
+def fill_of(plan: Mapping[str, Any], played: float) -> dict[str, Any]:
+    """What becomes of the experiences that the played tasks left for the trainer.
+
+    Returns:
+        `experiences` of a whole step against `wanted` of a train step (None: all are taken),
+        whether the batch `fills`, and that in `words`.
+    """
+
+    def found(experiences: float, wanted: int | None, fills: bool, words: str) -> dict[str, Any]:
+        return {"experiences": experiences, "wanted": wanted, "fills": fills, "words": words}
+
+    whole, wanted = played * plan["tasks"] / plan["played"], plan["train_batch_size"]
+    if not played:
+        return found(0.0, None, False, "nothing was left to train on")
+    if not plan["counts_calls"]:
+        words = f"each step trains on all {whole:g} experiences of its {plan['tasks']} tasks"
+        return found(whole, None, True, words)
+    share = f"a step leaves {whole:g} experiences, train_batch_size is {wanted}"
+    rounds, steps = plan["explorer_rounds"], plan["trainer_steps"]
+    if rounds is not None and rounds * whole < steps * wanted:
+        words = (
+            f"{share}: it never fills, and both sides wait (the explorer stops for new weights "
+            f"after {rounds * whole:g} experiences, the trainer needs {steps * wanted}); set "
+            f"buffer.train_batch_size to at most {int(rounds * whole // steps)}"
+        )
+        return found(whole, wanted, False, words)
+    words = f"{whole / wanted:.3g} train steps a step of the explorer"
+    if whole < wanted:
+        words = f"it takes {wanted / whole:.3g} steps to fill"
+    return found(whole, wanted, True, f"{share}: {words}")
+
+
+def distribution(rewards: Sequence[float]) -> dict[str, Any] | None:
+    """Of the rewards of the runs that succeeded; None without rewards.
+
+    Returns:
+        `count`, `mean`, `quartiles` (least, first, median, third, greatest; inclusive method) and
+        `histogram`: (from, to, runs) of each bin, of which the last includes its end. Up to ten
+        different values have a bin each, of width 0.
+    """
+    if not rewards:
+        return None
+    least, greatest, counts = min(rewards), max(rewards), Counter(rewards)
+    inner = [least] * 3
+    if len(rewards) > 1:
+        inner = statistics.quantiles(rewards, n=4, method="inclusive")
+    histogram = [(value, value, counts[value]) for value in sorted(counts)]
+    if len(counts) > BINS:
+        width = (greatest - least) / BINS
+        bins = Counter(min(BINS - 1, int((reward - least) / width)) for reward in rewards)
+        histogram = [(least + n * width, least + (n + 1) * width, bins[n]) for n in range(BINS)]
+    return {
+        "count": len(rewards),
+        "mean": statistics.fmean(rewards),
+        "quartiles": (least, *inner, greatest),
+        "histogram": histogram,
+    }
+
+
+def groups(result: DryRunResult) -> dict[str, int]:
+    """Groups of runs by their rewards: `mixed`, `all best`, `all worst`, `failed` (no run of it
+    succeeded) and `lone` (one did, and was taken out). The first three are the run filter's own."""
+    tasks = {run.task for run in result.runs}
+    alive = len({run.task for run in result.runs if run.failure is None})
+    lone = round(result.metrics.get(_LONE, 0.0))
+    found = {"failed": len(tasks) - alive, "lone": lone}
+    for name, key in GROUP_HEALTH.items():
+        if key in result.metrics:
+            found[name] = round(result.metrics[key] * (alive - lone))
+    return found
+
+
+def by_kind(result: DryRunResult) -> dict[str, dict[str, Any]]:
+    """Runs, failed ones and mean reward of each kind of answers, in the order of first use."""
+    found: dict[str, dict[str, Any]] = {}
+    for kind in dict.fromkeys(run.kind for run in result.runs):
+        runs = [run for run in result.runs if run.kind == kind]
+        rewards = [run.reward for run in runs if run.reward is not None]
+        found[kind] = {
+            "runs": len(runs),
+            "failed": sum(run.failure is not None for run in runs),
+            "reward": statistics.fmean(rewards) if rewards else None,
+        }
+    return found
+
+
+def as_json(result: DryRunResult) -> dict[str, Any]:
+    """Everything as plain data. Tokens are of the trained calls of a whole step, the longest ones
+    of those that were played."""
+    plan, metrics, first = result.plan, result.metrics, result.first_failure
+    calls = [call for run in result.runs if run.failure is None for call in run.calls]
+    scale, tokens = plan["tasks"] / plan["played"], {}
+    if calls:
+        tokens = {
+            "calls": len(calls) * scale,
+            "prompt": sum(call["prompt"] for call in calls) * scale,
+            "response": sum(call["response"] for call in calls) * scale,
+            "longest_prompt": max(call["prompt"] for call in calls),
+            "longest_response": max(call["response"] for call in calls),
+            "longest": max(call["prompt"] + call["response"] for call in calls),
+            "truncated": sum(call["truncated"] for call in calls) * scale,
+        }
+    step = {name: [metrics[key] for key in keys if key in metrics] for name, keys in _STEP.items()}
+    if first is not None:
+        frames = _PLACE.findall(first.detail)  # the innermost one says where
+        place = "{}:{} ({})".format(*frames[-1]) if frames else None
+    return {
+        "ok": result.good,
+        "failure": None if result.good else result.failure or verdict(result),
+        "seconds": result.seconds,
+        "plan": plan,
+        "answers": {
+            "sources": dict(Counter(run.source for run in result.runs)),
+            "by_kind": by_kind(result),
+        },
+        "rewards": distribution([run.reward for run in result.runs if run.reward is not None]),
+        "groups": groups(result),
+        "batch": result.fill,
+        "tokens": tokens,
+        "step": {name: values[0] for name, values in step.items() if values},
+        "failed_runs": dict(Counter(run.failure for run in result.runs if run.failure)),
+        "first_failure": first and asdict(first) | {"place": place},
+        "real": result.real,
+        "stood_in": result.stood_in,
+        "warnings": result.warnings,
+    }
+
+
+def render(result: DryRunResult) -> str:
+    """Everything that is known, the verdict last."""
+    facts = as_json(result)
+    plan, held, first, spread = (facts[k] for k in ("plan", "tokens", "first_failure", "rewards"))
+    tasks, repeats, groups_found = plan["tasks"], plan["repeats"], facts["groups"]
+    said = "; ".join(f"{n} runs: {source}" for source, n in facts["answers"]["sources"].items())
+    stage = f", stage {plan['stage']}" if plan["stage"] else ""
+    lines = [
+        f"Dry run of one step ({plan['algorithm']}, engine {plan['engine']}{stage}): "
+        f"{plan['played']} of {tasks} tasks x {repeats} runs; sums are scaled to the step.",
+        f"The answers are scripted: nothing here is what {plan['model']} would do.",
+        f"answers: {said or 'none was asked for'}",
+        "",
+    ]
+    if spread:
+        least, low, median, high, greatest = spread["quartiles"]
+        lines.append(
+            f"rewards of {spread['count']} scripted runs: mean {spread['mean']:.4g}, "
+            f"least {least:.4g}, quartiles {low:.4g} / {median:.4g} / {high:.4g}, "
+            f"greatest {greatest:.4g}"
+        )
+        most = max(count for _, _, count in spread["histogram"])
+        for start, end, count in spread["histogram"]:
+            label = f"{start:.4g}" if start == end else f"{start:.4g} to {end:.4g}"
+            lines.append(f"  {label:>20} {count:6d} {'#' * round(_BAR * count / most)}".rstrip())
+        for kind, of in facts["answers"]["by_kind"].items():
+            mean = "none" if of["reward"] is None else f"{of['reward']:.4g}"
+            lines.append(f"  {kind}: {of['runs']} runs, mean reward {mean}, {of['failed']} failed")
+        lines.append("")
+    listed = ", ".join(f"{groups_found[name]} {name}" for name in _GROUPS if name in groups_found)
+    lines += [
+        f"groups of {repeats} runs: {listed}",
+        f"batch: {result.fill['words']}",
+        f"steps of the run: {plan['steps'] or 'not known: the rows are not on this machine'}",
+        "",
+    ]
+    if held:
+        limits = [
+            f"longest {name} {held[key]:.0f}" + (f" of {plan[limit]}" if plan[limit] else "")
+            for name, key, limit in (
+                ("prompt", "longest_prompt", "max_prompt"),
+                ("response", "longest_response", "max_response"),
+                ("together", "longest", "max_length"),
+            )
+        ]
+        lines += [
+            f"a step holds {tasks} tasks, {tasks * repeats} runs, {held['calls']:.0f} calls, "
+            f"{held['prompt']:.0f} prompt and {held['response']:.0f} response tokens "
+            "(responses are as long as the script's)",
+            f"  {', '.join(limits)}; {held['truncated']:.0f} responses cut off",
+        ]
+        if not plan["own_tokens"]:
+            note = "counted by another tokenizer than the model's; the limits were widened for it"
+            lines.append(f"  {note}")
+    if "gradient_norm" in facts["step"]:
+        values = (f"{name.replace('_', ' ')} {value:.4g}" for name, value in facts["step"].items())
+        lines.append(f"the optimiser step on the tiny model: {', '.join(values)}")
+    if first:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(facts["failed_runs"].items()))
+        lines += [
+            "",
+            f"failed runs: {kinds}. The first (row {first['item']}, run {first['run']}, "
+            f"answers {first['kind']}){' at ' if first['place'] else ''}{first['place'] or ''}:",
+            *(f"  {line}" for line in first["detail"].splitlines()),
+        ]
+    for title, key in (("real", "real"), ("stood in for", "stood_in"), ("warnings", "warnings")):
+        if facts[key]:
+            lines += ["", f"{title}:", *(f"  - {item}" for item in facts[key])]
+    return "\n".join([*lines, "", verdict(result)])
+
+
+def verdict(result: DryRunResult) -> str:
+    seconds = f"({result.seconds:.0f} s)"
+    if result.good:
+        return f"dry run: a batch was filled and one optimiser step was made {seconds}"
+    if result.failure is not None:
+        first, reason = result.first_failure, result.failure
+        if first is not None and first.detail and first.detail in reason:
+            reason = reason.partition(first.detail)[0] + "  (above)"  # it is not shown twice
+    elif not result.trained:
+        reason = "no optimiser step was made"
+    else:
+        reason = f"the batch does not fill: {result.fill['words']}"
+    return f"dry run: FAILED {seconds}: {reason}"

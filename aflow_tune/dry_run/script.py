@@ -26,20 +26,21 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trinity.common.experience import Experience
 
 from aflow_tune.context import RolloutContext, current_caller
-from aflow_tune.dry_run.numbers import PlayedRun, append_run
 from aflow_tune.engines.local.scripted import ANSWER_FIELD
 from aflow_tune.engines.trinity.rollout.adapter import WorkflowAdapter
 from aflow_tune.engines.trinity.rollout.operators import FAILURE_KEY, TRACE_KEY
 from aflow_tune.engines.trinity.rollout.recording import RolloutRecorder
 from aflow_tune.errors import BadInput, Fault
+from aflow_tune.files import append_line, as_line
 from aflow_tune.scoring.benchmarks import find
 
 GOOD, BAD, TRUTH, WORDS = "good", "bad", "truth", "words"
@@ -48,12 +49,14 @@ TRUTH_FIELDS = ("answer", "solution", "target", "label")
 ANY = "*"
 """The item of the answers for every row without its own."""
 ADAPTER = f"{__name__}.ScriptedAdapter"
+_PLAYED_FILE = "played.jsonl"
 SCRIPT_KEY = "script"
 """Key of `workflow_args`: the `Script`."""
 _SHOWN = 20
 _FORM = 'write {"item": 0, "good": "the right answer", "bad": "a wrong one"}'
 
-Saying = str | list[str] | dict[str, str | list[str]]
+_Texts = str | Annotated[list[str], Field(min_length=1)]
+Saying = _Texts | Annotated[dict[str, _Texts], Field(min_length=1)]
 """One text for every call; a text for each call in turn, the last one staying; or either of them by
 caller."""
 
@@ -140,6 +143,13 @@ def _filled(saying: Any, row: Mapping[str, Any]) -> Any:
 # -- the answers file ----------------------------------------------------------------------
 
 
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    item: Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)] | None = None
+    good: Saying | None = None
+    bad: Saying | None = None
+
+
 def read_answers(path: Path, *, numbered: bool = True) -> dict[int | str, dict[str, Saying]]:
     """What a good and a bad policy says, by item.
 
@@ -156,7 +166,6 @@ def read_answers(path: Path, *, numbered: bool = True) -> dict[int | str, dict[s
         title = "The answers file cannot be read."
         raise BadInput.of(title, str(path), expected, str(error), "check the path") from None
     found: dict[int | str, dict[str, Saying]] = {}
-    lines: dict[int | str, int] = {}
     faults: list[Fault] = []
     unnamed = itertools.count()
     for number, line in enumerate(text.split("\n"), 1):
@@ -164,23 +173,25 @@ def read_answers(path: Path, *, numbered: bool = True) -> dict[int | str, dict[s
             continue
         place = f"{path}:{number}"
         try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            entry = error
-        if not isinstance(entry, dict):
-            faults.append(Fault(place, "one JSON object in a line", f"{entry!r:.80}", _FORM))
+            entry = _Line.model_validate_json(line)
+        except ValidationError as error:
+            wrong = {str(e["loc"][0]) if e["loc"] else "": e["msg"] for e in error.errors()}
+            faults += [
+                Fault(f"{place}: {key}" if key else place, "a line of answers", said, _FORM)
+                for key, said in wrong.items()
+            ]
             continue
-        wrong = [*_entry_faults(place, entry, numbered=numbered)]
-        item = entry.get("item")
-        if item is None:
-            item = next(unnamed)
-        if not wrong and item in found:
-            expected = f"another item than that of line {lines[item]}"
-            wrong = [Fault(place, expected, repr(item), "keep one line for an item")]
-        faults += wrong
-        if not wrong:
-            lines[item] = number
-            found[item] = {kind: entry[kind] for kind in (GOOD, BAD) if entry.get(kind) is not None}
+        item = next(unnamed) if entry.item is None else entry.item
+        if entry.good is None and entry.bad is None:
+            faults.append(Fault(place, "`good` or `bad`", "neither", _FORM))
+        elif not numbered and not isinstance(item, str):
+            expected = "a text of one of the row's fields: there are several training task sets"
+            cure = '{"item": "the question or an id", ...}'
+            faults.append(Fault(f"{place}: item", expected, "a number, or no item", cure))
+        elif item in found:
+            faults.append(Fault(place, "one line for an item", f"{item!r} again", "keep one"))
+        else:
+            found[item] = entry.model_dump(include={GOOD, BAD}, exclude_none=True)
     if not found and not faults:
         faults.append(Fault(str(path), "at least one line", "none", _FORM))
     if faults:
@@ -188,35 +199,42 @@ def read_answers(path: Path, *, numbered: bool = True) -> dict[int | str, dict[s
     return found
 
 
-def _entry_faults(place: str, entry: Mapping[str, Any], *, numbered: bool) -> Iterator[Fault]:
-    if unknown := [key for key in entry if key not in ("item", GOOD, BAD)]:
-        yield Fault(place, f"the keys item, {GOOD}, {BAD}", ", ".join(unknown), _FORM)
-    item = entry.get("item")
-    is_text, is_number = isinstance(item, str) and bool(item), type(item) is int and item >= 0
-    if not is_text and not numbered:
-        expected = "a text of one of the row's fields: there are several training task sets"
-        cure = '{"item": "the question or an id", ...}'
-        yield Fault(f"{place}: item", expected, "a number, or no item", cure)
-    elif not is_text and not is_number and item is not None:
-        expected = f'a row\'s number from 0, a text of one of its fields, or "{ANY}"'
-        yield Fault(f"{place}: item", expected, repr(item), _FORM)
-    if entry.get(GOOD) is None and entry.get(BAD) is None:
-        yield Fault(place, "`good` or `bad`", "neither", _FORM)
-    for key in (GOOD, BAD):
-        value = entry.get(key)
-        sayings = [*value.values()] if isinstance(value, dict) else [value]
-        if value is not None and not (sayings and all(map(_is_texts, sayings))):
-            expected = "a text, a list of texts (call by call), or either of them by caller"
-            cure = f'"{key}": ["first call", "second call"]'
-            yield Fault(f"{place}: {key}", expected, f"{value!r:.80}", cure)
-
-
-def _is_texts(value: Any) -> bool:
-    texts = value if isinstance(value, list) else [value]
-    return bool(texts) and all(isinstance(text, str) for text in texts)
-
-
 # -- the adapter ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlayedRun:
+    """One run of the workflow.
+
+    `task` counts the tasks of the step, `item` is the row in its task set, `run` counts the
+    group's runs, `kind` and `source` are what was said and where it is from (`script.py`).
+    `reward` is None where the run failed; `failure` then says how and `detail` why. `calls` are
+    those that are trained: tokens of `prompt` and `response`, and whether it was `truncated`.
+    """
+
+    task: int
+    item: int
+    run: int
+    kind: str
+    source: str
+    reward: float | None
+    failure: str | None = None
+    detail: str = ""
+    calls: tuple[dict[str, int], ...] = ()
+
+
+def read_runs(folder: Path) -> list[PlayedRun]:
+    """All whole lines, by task and run. A run that was tried again counts once, as it ended."""
+    path = folder / _PLAYED_FILE
+    found: dict[tuple[int, int], PlayedRun] = {}
+    for line in path.read_bytes().split(b"\n") if path.exists() else []:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # the empty end, or what a killed worker left torn
+        run = PlayedRun(**entry)
+        found[run.task, run.run] = run
+    return [found[key] for key in sorted(found)]
 
 
 class ScriptedAdapter(WorkflowAdapter):
@@ -238,17 +256,17 @@ class ScriptedAdapter(WorkflowAdapter):
         info = last.info or {}
         failure = info.get(FAILURE_KEY)
         played = PlayedRun(
-            task=int(self.task.task_id),
-            item=self._item,
-            run=self.run_index,
-            kind=self._part.kind,
-            source=self._part.source,
-            reward=None if failure else float(last.reward or 0.0),
-            failure=failure,
-            detail=str(info.get(TRACE_KEY, "")),
-            calls=() if failure else tuple(map(_call, experiences)),
+            int(self.task.task_id),
+            self._item,
+            self.run_index,
+            self._part.kind,
+            self._part.source,
+            None if failure else float(last.reward or 0.0),
+            failure,
+            str(info.get(TRACE_KEY, "")),
+            () if failure else tuple(map(_call, experiences)),
         )
-        append_run(Path(str(self.settings.run_dir)), played)
+        append_line(Path(str(self.settings.run_dir)) / _PLAYED_FILE, as_line(asdict(played)))
         return experiences
 
     async def _call_user(
@@ -278,10 +296,6 @@ def demands_a_form(request: Mapping[str, Any]) -> bool:
 
 
 def _call(experience: Experience) -> dict[str, int]:
-    prompt = int(experience.prompt_length)
-    truncated = int(experience.truncate_status is not None)
-    return {
-        "prompt": prompt,
-        "response": len(experience.tokens) - prompt,
-        "truncated": truncated,
-    }
+    prompt, truncated = int(experience.prompt_length), experience.truncate_status is not None
+    response = len(experience.tokens) - prompt
+    return {"prompt": prompt, "response": response, "truncated": int(truncated)}

@@ -19,7 +19,7 @@ import itertools
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from aflow_tune.config.stages import parts_of
 from aflow_tune.config.validate import functions_of
 from aflow_tune.errors import BadInput, RunFailed
 from aflow_tune.estimate.gpus import gpu_needs, gpus_of
-from aflow_tune.estimate.local import local_needs, local_run
+from aflow_tune.estimate.local import local_needs
 from aflow_tune.estimate.needs import GIB, Change, Estimate, Need, setting
 from aflow_tune.estimate.quantities import (
     Earlier,
@@ -150,7 +150,6 @@ class _Stage:
         return found
 
     def estimate(self) -> Estimate:
-        """Memory, tokens, time and money."""
         config, options, earlier = self.config, self.options, self.earlier
         needs, gpus = self.needs(config)
         shape = self.policy.shape
@@ -168,10 +167,10 @@ class _Stage:
             found.quantities = step_quantities(config, self.lengths, options, earlier, gpus)
         return found
 
-    def fits_with(self, items: Sequence[tuple[str, Any]]) -> bool:
+    def fits_with(self, settings: Mapping[str, Any]) -> bool:
         """Whether the memory is enough with some settings of the prepared configuration changed."""
         config = copy.deepcopy(self.config)
-        for key, value in items:
+        for key, value in settings.items():
             _put(config, key, value)
         try:
             return Estimate("", config.engine, "", self.needs(config)[0]).fits is True
@@ -187,9 +186,8 @@ class _Stage:
         if config.engine != "local":
             gpus = gpus_of(config, options.gpus)
             return gpu_needs(config, self.models, self.lengths, gpus, limit, options.memory)
-        run = local_run(config, self.policy, self.models[1:], self.lengths, planned)
         here = memory_here() if options.memory is None else options.memory
-        return local_needs(run, here, limit), 0 if run.device == "cpu" else 1
+        return local_needs(config, self.models, self.lengths, planned, here, limit)
 
 
 def memory_here(cgroup: Path = _CGROUP) -> float:
@@ -218,16 +216,22 @@ def _changes(
 ) -> Iterator[Change]:
     """Changes that make it fit: settings alone, or where none is enough alone, together."""
     candidates = [*_candidates(stage.config)]
-    found = []
+    found: list[tuple[dict[str, Any], str]] = []
     for key, values, cost in candidates:
-        enough = next((value for value in values if stage.fits_with([(key, value)])), None)
+        enough = next((value for value in values if stage.fits_with({key: value})), None)
         if enough is not None:
-            found.append(([(key, enough)], cost))
-    if not found and (items := _together(candidates, stage)):
-        costs = [cost for key, _, cost in candidates if key in dict(items)]
-        found.append((items, "; ".join(dict.fromkeys(costs))))
+            found.append(({key: enough}, cost))
+    together = {key: values[-1] for key, values, _ in candidates if values}
+    if not found and stage.fits_with(together):
+        # All of them as far as they go, then each as mildly as it may be, or not at all.
+        for key, values, _ in candidates:
+            rest = {name: value for name, value in together.items() if name != key}
+            milder = [rest, *({**rest, key: value} for value in values)]
+            together = next(s for s in [*milder, together] if stage.fits_with(s))
+        costs = [cost for key, _, cost in candidates if key in together]
+        found.append((together, "; ".join(dict.fromkeys(costs))))
     for items, cost in found:
-        settings = [setting(key, value) for key, value in items]
+        settings = [setting(key, value) for key, value in items.items()]
         try:
             again = load_config(path, [*overrides, *settings])
             then = _Stage(again, stage.number, stage.options).estimate()
@@ -237,24 +241,7 @@ def _changes(
             place = (now.fullest.role, now.fullest.place)
             same = [need for need in then.needs if (need.role, need.place) == place]
             size = (same or then.needs)[0].size
-            yield Change(tuple(items), now.fullest.size - size, size, cost)
-
-
-def _together(
-    candidates: Sequence[tuple[str, Sequence[Any], str]], stage: _Stage
-) -> list[tuple[str, Any]]:
-    """All mild values first, then harsher ones, until it fits; then what is not needed goes."""
-    taken: dict[str, Any] = {}
-    levels = itertools.zip_longest(*([(key, value) for value in v] for key, v, _ in candidates))
-    for key, value in filter(None, itertools.chain.from_iterable(levels)):
-        taken[key] = value
-        if stage.fits_with([*taken.items()]):
-            for needless in list(taken):
-                rest = [item for item in taken.items() if item[0] != needless]
-                if rest and stage.fits_with(rest):
-                    del taken[needless]
-            return [*taken.items()]
-    return []
+            yield Change(items, now.fullest.size - size, size, cost)
 
 
 def _candidates(config: AflowConfig) -> Iterator[tuple[str, Sequence[Any], str]]:
@@ -294,7 +281,6 @@ def _halves(value: int, least: int) -> list[int]:
 
 
 def _put(config: AflowConfig, key: str, value: Any) -> None:
-    """Set one of the candidates in a prepared configuration."""
     if key == "model.lora_configs":
         from trinity.common.config import LoRAConfig
 
@@ -352,11 +338,16 @@ def run_measured(command: Sequence[str], folder: Path) -> tuple[int, float, str]
     printed. Shared pages are divided among their sharers where that is known (Linux)."""
     peak = 0.0
     with (folder / "output.txt").open("w+", errors="replace") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
-                peak = max(peak, _tree_bytes(process.pid))
-                with contextlib.suppress(subprocess.TimeoutExpired):
+                total = 0.0
+                for one in (process, *process.children(recursive=True)):
+                    with contextlib.suppress(psutil.Error):
+                        full = one.memory_full_info()
+                        total += getattr(full, "pss", full.uss)
+                peak = max(peak, total)
+                with contextlib.suppress(psutil.TimeoutExpired):
                     process.wait(_MEASURED_EVERY)
         finally:
             if process.poll() is None:
@@ -364,14 +355,3 @@ def run_measured(command: Sequence[str], folder: Path) -> tuple[int, float, str]
                 process.wait()
         output.seek(0)
         return process.returncode, peak, output.read()
-
-
-def _tree_bytes(pid: int) -> float:
-    total = 0.0
-    with contextlib.suppress(psutil.Error):
-        root = psutil.Process(pid)
-        for process in (root, *root.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                full = process.memory_full_info()
-                total += getattr(full, "pss", full.uss)
-    return total

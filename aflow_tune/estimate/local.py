@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,7 +23,7 @@ from aflow_tune.engines.local.models import pick_device, pick_dtype
 from aflow_tune.engines.local.packed_model import CHUNK_ELEMENTS
 from aflow_tune.estimate.needs import Need, Part
 from aflow_tune.estimate.quantities import Lengths, limits_of
-from aflow_tune.estimate.shapes import Lora, NamedModel, kept_per_token, widest_mlp
+from aflow_tune.estimate.shapes import Lora, ModelShape, NamedModel, kept_per_token, widest_mlp
 
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
@@ -45,8 +44,19 @@ CUDA_CONTEXT = 600 * _MB
 """Allowance: CUDA's own memory in one process."""
 
 
-@dataclass(frozen=True)
-class Sampler:
+class Engine(NamedTuple):
+    """What all tensors of a run are in."""
+
+    itemsize: int
+    on_cpu: bool = True
+
+    @property
+    def waste(self) -> float:
+        """Bytes taken for each byte of a step's tensors."""
+        return WASTE if self.on_cpu else 1.0
+
+
+class Sampler(NamedTuple):
     """What one sampler decodes.
 
     rows: sequences at once. prompt, length: tokens of a prompt, and of the longest sequence.
@@ -54,60 +64,27 @@ class Sampler:
     of. distinct: different prompts that are decoded at once. updated: new weights come in.
     """
 
+    name: str
     model: NamedModel
-    itemsize: int
     rows: int
     prompt: int
     length: int
     total: int
     distinct: int
-    name: str = "sampler"
-    updated: bool = True
+    updated: bool
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """What the trainer computes at once.
 
     tokens: of all samples, shared prompts once. keys: rows that attention sees, shared prompts
     repeated. pairs: of queries and keys. scored: tokens whose log-probability counts.
     """
 
-    tokens: float = 0.0
-    keys: float = 0.0
-    pairs: float = 0.0
-    scored: float = 0.0
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """What the trainer computes. `lora` None trains the full weights."""
-
-    model: NamedModel
-    itemsize: int
-    lora: Lora | None
-    micro: MicroBatch
-    entropy: bool = False
-    reference: bool = False
-    exports: bool = True
-
-
-@dataclass(frozen=True)
-class LocalRun:
-    """One run on the local engines; `inline`: in one process."""
-
-    samplers: tuple[Sampler, ...]
-    trainer: Trainer | None
-    inline: bool
-    device: str = "cpu"
-
-    @property
-    def waste(self) -> float:
-        """Bytes taken for each byte of a step's tensors."""
-        return WASTE if self.device == "cpu" else 1.0
-
-
-# -- what a configuration asks for ---------------------------------------------------------
+    tokens: float
+    keys: float
+    pairs: float
+    scored: float
 
 
 def lora_of(config: AflowConfig) -> Lora | None:
@@ -118,54 +95,92 @@ def lora_of(config: AflowConfig) -> Lora | None:
     return Lora(first.lora_rank, first.target_modules, first.exclude_modules)
 
 
-def local_run(
+def local_needs(
     config: AflowConfig,
-    policy: NamedModel,
-    auxiliary: Sequence[NamedModel],
+    models: Sequence[NamedModel],
     lengths: Lengths,
-    device: str | None = None,
-) -> LocalRun:
-    """What the sampler, the trainer and the auxiliary models of a prepared configuration hold.
+    device: str | None,
+    memory: float | None,
+    gpu: float | None,
+) -> tuple[list[Need], int]:
+    """The need of the machine's memory (the whole process tree) and of the GPU if there is one, and
+    the GPUs that are paid for.
 
     Args:
+        models: the policy and the auxiliary models of a prepared configuration.
         device: 'cuda' for a machine with a GPU that is not this one; None: this machine.
+        memory: bytes of this machine's memory; None if not known.
+        gpu: bytes of the GPU; None if not known.
     """
+    from aflow_tune.engines.trinity.training.algorithm import TrainStep
+
     place = pick_device(config.local.device) if device is None else torch.device(device)
     dtype = "float32" if config.deterministic else config.local.dtype
     if device == "cuda" and dtype == "auto":
         dtype = "bf16"
-    itemsize, longest = pick_dtype(dtype, place).itemsize, limits_of(config)[2]
+    engine = Engine(pick_dtype(dtype, place).itemsize, place.type == "cpu")
+    policy, lora, trains = models[0], lora_of(config), config.mode in ("both", "train")
+    samplers = [*_samplers(config, models, lengths)]
+    weights = [(f"{s.name} weights", s.model, s.updated and not lora) for s in samplers]
+    held: list[Part] = []
+    for sampler in samplers:
+        held += _sampler(engine, sampler, lora)
+    if trains:
+        step = TrainStep(config, SimpleNamespace(keep_reference=lambda: None))  # type: ignore[arg-type]
+        full = lora is None
+        weights.append(("trainer weights", policy, full))
+        if step.needs_reference and full:
+            weights.append(("reference policy", policy, False))
+        micro = _largest_micro_batch(config, lengths, per_group=step.loss.per_group)
+        held += trained_states(policy.shape, engine.itemsize, lora)
+        at_once = _step(engine, policy, lora, micro, entropy=step.loss.needs_entropy)
+        held += at_once
+        if config.trainer.save_hf_checkpoint != "never" and engine.on_cpu:
+            beyond = _export(policy, engine.itemsize, lora) - sum(part.size for part in at_once)
+            held.append(Part("export", max(0.0, beyond), "at the end, beyond what a step takes"))
+    held = [part for part in [*_weights(engine, weights), *held] if part.size]
+    # Only training on rollouts is split over Ray's processes.
+    inline = config.inline or config.mode != "both"
+    vocabulary = max((model.shape.vocabulary for _, model, _ in weights), default=0)
+    allowances = {
+        "Python, PyTorch, Trinity": PROCESS + VOCABULARY_ENTRY * vocabulary,
+        "runs at once": RUN * max((sampler.rows for sampler in samplers), default=0),
+        "Ray and its workers": 0 if inline else RAY,
+    }
+    process = [Part(name, size, "allowance", True) for name, size in allowances.items() if size]
+    if engine.on_cpu:
+        return [Need("sampler and trainer", "memory", (*process, *held), limit=memory)], 0
+    context = Part("CUDA", CUDA_CONTEXT * (1 if inline else 2), "allowance", allowance=True)
+    return [
+        Need("sampler and trainer", "GPU", (*held, context), limit=gpu, share=0.9),
+        Need("processes", "memory", tuple(process), limit=memory),
+    ], 1
+
+
+def _samplers(
+    config: AflowConfig, models: Sequence[NamedModel], lengths: Lengths
+) -> Iterator[Sampler]:
+    """What the policy's sampler and those of auxiliary models decode."""
+    held_out = config.buffer.explorer_input.eval_tasksets
+    if config.mode == "harvest" or (config.mode == "train" and not held_out):
+        return
     # A rollout asks for one sequence at a time; evaluations keep every slot busy.
-    evaluated = _evaluated(config)
+    longest, evaluated = limits_of(config)[2], _evaluated(config)
     runs = max(config.buffer.batch_size * config.algorithm.repeat_times, evaluated)
     rows = min(config.local.max_batch, runs)
-    samplers = []
-    rolls_out = config.mode != "train" or bool(config.buffer.explorer_input.eval_tasksets)
-    if rolls_out and config.mode != "harvest":
-        prompt, response = math.ceil(lengths.longest_prompt), math.ceil(lengths.longest_response)
-        length = min(longest, prompt + response)
-        total = runs * lengths.calls.ceiling() * length
-        distinct = min(rows, max(config.buffer.batch_size, evaluated))
-        samplers.append(
-            Sampler(policy, itemsize, rows, min(prompt, length), length, total, distinct)
-        )
-    for number, model in enumerate(auxiliary if rolls_out else []):
+    prompt = math.ceil(lengths.longest_prompt)
+    length = min(longest, prompt + math.ceil(lengths.longest_response))
+    total = runs * lengths.calls.ceiling() * length
+    distinct = min(rows, max(config.buffer.batch_size, evaluated))
+    updated = config.mode in ("both", "train")
+    yield Sampler("sampler", models[0], rows, min(prompt, length), length, total, distinct, updated)
+    for number, model in enumerate(models[1:]):
         settings = config.explorer.auxiliary_models[number]
         length = settings.max_model_len or longest
         response = settings.max_response_tokens or length
         prompt = min(settings.max_prompt_tokens or length, max(1, length - response))
         name = settings.name or f"auxiliary model {number}"
-        total = rows * length
-        samplers.append(Sampler(model, itemsize, rows, prompt, length, total, rows, name, False))
-    trainer = None
-    if config.mode in ("both", "train"):
-        step, exports = _train_step(config), config.trainer.save_hf_checkpoint != "never"
-        micro = _largest_micro_batch(config, lengths, per_group=step.loss.per_group)
-        needed = (step.loss.needs_entropy, step.needs_reference, exports)
-        trainer = Trainer(policy, itemsize, lora_of(config), micro, *needed)
-    # Only training on rollouts is split over Ray's processes.
-    inline = config.inline or config.mode != "both"
-    return LocalRun(tuple(samplers), trainer, inline, place.type)
+        yield Sampler(name, model, rows, prompt, length, rows * length, rows, False)
 
 
 def _evaluated(config: AflowConfig) -> int:
@@ -176,12 +191,6 @@ def _evaluated(config: AflowConfig) -> int:
         count = config.local.max_batch if table is None else table.total * taskset.repeat_times
         most = max(most, count)
     return most if config.quick_eval is None else min(most, config.quick_eval)
-
-
-def _train_step(config: AflowConfig) -> Any:
-    from aflow_tune.engines.trinity.training.algorithm import TrainStep
-
-    return TrainStep(config, SimpleNamespace(keep_reference=lambda: None))  # type: ignore[arg-type]
 
 
 def _largest_micro_batch(config: AflowConfig, lengths: Lengths, *, per_group: bool) -> MicroBatch:
@@ -216,86 +225,51 @@ def _largest_micro_batch(config: AflowConfig, lengths: Lengths, *, per_group: bo
 # -- what it holds -------------------------------------------------------------------------
 
 
-def local_needs(run: LocalRun, memory: float | None, gpu: float | None) -> list[Need]:
-    """The need of the machine's memory (the whole process tree), and of the GPU if there is one.
-
-    Args:
-        memory: bytes of this machine's memory; None if not known.
-        gpu: bytes of the GPU; None if not known.
-    """
-    held = [*_weights(run), *(part for sampler in run.samplers for part in _sampler(run, sampler))]
-    if run.trainer is not None:
-        held += [*trained_states(run.trainer), *_step(run, run.trainer)]
-    held = [part for part in held if part.size]
-    models = [item.model for item in (*run.samplers, run.trainer) if item is not None]
-    vocabulary = max((model.shape.vocabulary for model in models), default=0)
-    rows = max((sampler.rows for sampler in run.samplers), default=0)
-    allowances = {
-        "Python, PyTorch, Trinity": PROCESS + VOCABULARY_ENTRY * vocabulary,
-        "runs at once": RUN * rows,
-        "Ray and its workers": 0 if run.inline else RAY,
-    }
-    process = [Part(name, size, "allowance", True) for name, size in allowances.items() if size]
-    if run.device == "cpu":
-        return [Need("sampler and trainer", "memory", (*process, *held), limit=memory)]
-    context = Part("CUDA", CUDA_CONTEXT * (1 if run.inline else 2), "allowance", allowance=True)
-    return [
-        Need("sampler and trainer", "GPU", (*held, context), limit=gpu, share=0.9),
-        Need("processes", "memory", tuple(process), limit=memory),
-    ]
-
-
-def _weights(run: LocalRun) -> Iterator[Part]:
-    """Base weights of every engine, as `models.load_model` loads them.
+def _weights(engine: Engine, holders: Sequence[tuple[str, NamedModel, bool]]) -> Iterator[Part]:
+    """Base weights of (name, model, whether they are trained in place), as `models.load_model`
+    loads them.
 
     On a CPU a file in the run's own number format is mapped: its pages count once for all that
     read it, in one process or in several, and what is trained in place becomes a copy of its own.
     """
-    trainer = run.trainer
-    full = trainer is not None and trainer.lora is None
-    holders: list[tuple[str, Sampler | Trainer, bool]] = [
-        (item.name + " weights", item, item.updated and full) for item in run.samplers
-    ]
-    if trainer is not None:
-        holders.append(("trainer weights", trainer, full))
-        if trainer.reference and full:
-            holders.append(("reference policy", trainer, False))
     mapped: set[str] = set()
-    for name, item, written in holders:
-        model = item.model
-        if run.device == "cpu" and item.itemsize == model.stored_itemsize and not written:
+    for name, model, written in holders:
+        if engine.on_cpu and engine.itemsize == model.stored_itemsize and not written:
             if model.name in mapped:
                 continue
             mapped.add(model.name)
-        yield Part(name, float(model.shape.parameters * item.itemsize))
+        yield Part(name, float(model.shape.parameters * engine.itemsize))
 
 
-def _sampler(run: LocalRun, s: Sampler) -> Iterator[Part]:
-    shape = s.model.shape
-    yield Part(f"{s.name} packed weights", sum(packed_bytes(s, run)), "old and new at an update")
+def _sampler(engine: Engine, s: Sampler, lora: Lora | None) -> Iterator[Part]:
+    shape, size = s.model.shape, engine.itemsize
+    packed = sum(packed_bytes(engine, s.model, lora, updated=s.updated))
+    yield Part(f"{s.name} packed weights", packed, "old and new at an update")
     # Rows grow by 16 or to twice as many; sequences that join one by one leave half of that spare.
     # A model that the lean decoder does not take has a DynamicCache, made anew at every token.
     rows, columns, before = s.rows, s.length, s.length
     if s.model.lean:
         rows += 8 if rows > 16 else 0
         columns, before = cache_columns(s.prompt, s.length)
-    token = shape.kv_elements_per_token() * s.itemsize
+    token = shape.kv_elements_per_token() * size
     yield Part(f"{s.name} keys and values", float(rows * columns * token), f"{s.rows} sequences")
     yield Part(f"{s.name} cache while growing", float(rows * before * token))
     prefilled = s.distinct * s.prompt
     if s.model.lean:
         prefilled = min(llama._PREFILL_TOKENS, max(prefilled, s.rows))
         kept = min(s.total, llama._STORED_TOKENS)
-        yield Part(f"{s.name} stored prefixes", kept * token * run.waste, f"{kept} tokens")
+        yield Part(f"{s.name} stored prefixes", kept * token * engine.waste, f"{kept} tokens")
     # A token of a prefill holds two rows of the residual stream, the joined query, key and value,
     # and two rows of the MLP; `sampling.draw` logits, probabilities and their sums in fp32.
     width = 2 * shape.hidden + (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     width += 2 * max(block.mlp for block in shape.blocks)
-    forward = prefilled * width * s.itemsize + s.rows * shape.vocabulary * (s.itemsize + 3 * _FP32)
-    yield Part(f"{s.name} forward pass", forward * run.waste)
+    forward = prefilled * width * size + s.rows * shape.vocabulary * (size + 3 * _FP32)
+    yield Part(f"{s.name} forward pass", forward * engine.waste)
 
 
-def packed_bytes(s: Sampler, run: LocalRun) -> tuple[float, float]:
+def packed_bytes(
+    engine: Engine, model: NamedModel, lora: Lora | None, *, updated: bool
+) -> tuple[float, float]:
     """The lean decoder's own copies of the weights, and the second set during an update.
 
     `llama.LlamaDecoder._pack`: every linear layer and the output head, laid out for the CPU's
@@ -303,19 +277,19 @@ def packed_bytes(s: Sampler, run: LocalRun) -> tuple[float, float]:
     used as they are, but query, key and value are joined, and adapted weights are merged copies
     (`weights.Weights.effective`).
     """
-    if not s.model.lean:
+    if not model.lean:
         return 0.0, 0.0
-    shape, again = s.model.shape, s.updated and run.trainer is not None
-    if run.device == "cpu":
-        linears = float(shape.linear_parameters * s.itemsize)
-        return linears + shape.embedding * s.itemsize, linears if again else 0.0
-    lora = run.trainer.lora if run.trainer is not None and again else None
-    copied = s.itemsize * sum(
+    shape = model.shape
+    if engine.on_cpu:
+        layers = float(shape.linear_parameters * engine.itemsize)
+        return layers + shape.embedding * engine.itemsize, layers if updated else 0.0
+    copied = float(engine.itemsize) * sum(
         linear.inputs * linear.outputs
-        for path, linear in shape.modules()
-        if path.endswith(("q_proj", "k_proj", "v_proj")) or (lora is not None and lora.adapts(path))
+        for linear in shape.linears
+        if linear.path.endswith(("q_proj", "k_proj", "v_proj"))
+        or (updated and lora is not None and lora.adapts(linear.path))
     )
-    return float(copied), float(copied) if again else 0.0
+    return copied, copied if updated else 0.0
 
 
 def cache_columns(prompt: int, length: int) -> tuple[int, int]:
@@ -329,30 +303,32 @@ def cache_columns(prompt: int, length: int) -> tuple[int, int]:
     return columns, before
 
 
-def trained_states(t: Trainer) -> list[Part]:
+def trained_states(shape: ModelShape, itemsize: int, lora: Lora | None) -> list[Part]:
     """What `trainer.LocalTrainer` keeps for an update, and the copies that a sync makes.
 
     Adapters are fp32: value, gradient and two moments; the sampler holds the last state while
     the next is made. Full weights in bf16 have fp32 masters; their gradients exist in bf16 for
     one micro-batch and in fp32.
     """
-    if t.lora is not None:
-        size = t.lora.parameters(t.model.shape) * _FP32
+    if lora is not None:
+        size = lora.parameters(shape) * _FP32
         return [
-            Part("adapter, gradient, optimizer", 4.0 * size, f"rank {t.lora.rank}, fp32"),
+            Part("adapter, gradient, optimizer", 4.0 * size, f"rank {lora.rank}, fp32"),
             Part("adapter copies", 2.0 * size, "for the sampler"),
         ]
-    count, mixed = float(t.model.shape.parameters), t.itemsize != _FP32
+    count, mixed = float(shape.parameters), itemsize != _FP32
     return [
         Part("fp32 masters", count * _FP32 * mixed),
-        Part("gradients", count * (_FP32 + t.itemsize * mixed)),
+        Part("gradients", count * (_FP32 + itemsize * mixed)),
         Part("optimizer", 2 * count * _FP32, "two moments, fp32"),
-        Part("weights for the sampler", count * t.itemsize, "a copy at every step"),
+        Part("weights for the sampler", count * itemsize, "a copy at every step"),
     ]
 
 
-def _step(run: LocalRun, t: Trainer) -> list[Part]:
-    """Activations, buffers of the backward pass, logits, and the export at the end.
+def _step(
+    engine: Engine, model: NamedModel, lora: Lora | None, micro: MicroBatch, *, entropy: bool
+) -> list[Part]:
+    """Activations, buffers of the backward pass, and logits.
 
     Attention repeats shared prompts, so its keys count by rows; every layer makes its mask anew, a
     byte for each pair. Working buffers: the gradients of the MLP's product, gate and up projections
@@ -361,34 +337,29 @@ def _step(run: LocalRun, t: Trainer) -> list[Part]:
     (`token_scores`): a chunk's and its probabilities, the hidden rows, their mean under W and their
     gradient; a trained head adds its gradient in fp32.
     """
-    micro, shape, size = t.micro, t.model.shape, t.itemsize
+    shape, size = model.shape, engine.itemsize
     keys = micro.keys / micro.tokens
     token = sum(
-        kept_per_token(shape, block, size, t.lora, keys=keys, gathered=True)
-        for block in shape.blocks
+        kept_per_token(shape, block, size, lora, keys=keys, gathered=True) for block in shape.blocks
     )
     working = micro.tokens * size * (4 * widest_mlp(shape) + 2 * shape.hidden)
     working += 3.0 * micro.pairs * shape.heads * size
     chunk = min(CHUNK_ELEMENTS, micro.scored * shape.vocabulary)
-    logits = chunk * (_FP32 * (3 if t.entropy else 2) + (size if size != _FP32 else 0))
+    logits = chunk * (_FP32 * (3 if entropy else 2) + (size if size != _FP32 else 0))
     logits += micro.scored * shape.hidden * (size * 2 + _FP32)
-    logits += 0 if t.lora else shape.embedding * _FP32
+    logits += 0 if lora else shape.embedding * _FP32
     activations = micro.tokens * token + micro.pairs * shape.layers
-    parts = [
-        Part("activations", activations * run.waste, f"{micro.tokens:.0f} tokens at once"),
-        Part("backward pass", working * run.waste),
-        Part("logits", logits * run.waste, f"{micro.scored:.0f} scored tokens"),
+    return [
+        Part("activations", activations * engine.waste, f"{micro.tokens:.0f} tokens at once"),
+        Part("backward pass", working * engine.waste),
+        Part("logits", logits * engine.waste, f"{micro.scored:.0f} scored tokens"),
     ]
-    if t.exports and run.device == "cpu":
-        beyond = max(0.0, export_bytes(t) - sum(part.size for part in parts))
-        parts.append(Part("export", beyond, "at the end, beyond what a step takes"))
-    return parts
 
 
-def export_bytes(t: Trainer) -> float:
+def _export(model: NamedModel, itemsize: int, lora: Lora | None) -> float:
     """What `export.write_merged` adds: the model once more in its file's number format, of which
     what it writes into becomes a copy. Pages that the run has mapped itself are counted there."""
-    shape, stored = t.model.shape, t.model.stored_itemsize
-    written = shape.linear_parameters if t.lora else shape.parameters
-    mapped = 0 if t.itemsize == stored and t.lora else shape.parameters
+    shape, stored = model.shape, model.stored_itemsize
+    written = shape.linear_parameters if lora else shape.parameters
+    mapped = 0 if itemsize == stored and lora else shape.parameters
     return float((written + mapped) * stored)

@@ -44,12 +44,10 @@ class Need:
 
     @property
     def size(self) -> float:
-        """Bytes on each place."""
         return sum(part.size for part in self.parts)
 
     @property
     def fits(self) -> bool | None:
-        """None where the memory at hand is not known."""
         if self.refusal is not None:
             return False
         return None if self.limit is None else self.size <= self.limit * self.share
@@ -60,7 +58,7 @@ class Change:
     """Settings that make everything fit, checked by estimating again. `size`: bytes on the place
     that was fullest, `saved` fewer than before. `cost`: what is lost by it, in words."""
 
-    settings: tuple[tuple[str, object], ...]
+    settings: dict[str, Any]
     saved: float
     size: float
     cost: str
@@ -105,23 +103,19 @@ def _all_fit(found: Sequence[bool | None]) -> bool | None:
 
 
 def as_json(estimates: Sequence[Estimate]) -> dict[str, Any]:
-    """Everything as plain data; sizes in bytes."""
     # Needs that share a machine's memory add up; of GPUs the fullest counts.
     memory = [sum(n.size for n in one.needs if n.place == "memory") for one in estimates]
     gpus = [need.size for one in estimates for need in one.needs if need.place == "GPU"]
     runs = []
     for one in estimates:
         run = asdict(one)
-        needs, changes = run.pop("needs"), run.pop("changes")
-        for plain, need in zip(needs, one.needs, strict=True):
+        for plain, need in zip(run["needs"], one.needs, strict=True):
             plain |= {"bytes": need.size, "fits": need.fits}
             plain |= {"limit_bytes": plain.pop("limit"), "usable_share": plain.pop("share")}
             plain["parts"] = [part | {"bytes": part.pop("size")} for part in plain["parts"]]
-        for change in changes:
+        for change in run["changes"]:
             change |= {"saved_bytes": change.pop("saved"), "bytes": change.pop("size")}
-            change["settings"] = dict(change["settings"])
-        more = {"stage": run.pop("name") or None, "fits": one.fits}
-        runs.append(run | more | {"needs": needs, "changes": changes})
+        runs.append(run | {"stage": run.pop("name") or None, "fits": one.fits})
     peak = {"memory": max(memory, default=0.0), "GPU": max(gpus, default=0.0)}
     return {"fits": overall(estimates), "peak_bytes": peak, "runs": runs}
 
@@ -157,7 +151,9 @@ def _render(one: Estimate) -> str:
         lines += ["", "what makes it fit, each checked by estimating again:"]
     for change in one.changes:
         saved = f"saves {_size(change.saved)}" if change.saved > 0 else "moves it elsewhere"
-        lines.append("  " + " ".join(shlex.quote(setting(*item)) for item in change.settings))
+        lines.append(
+            "  " + " ".join(shlex.quote(setting(*item)) for item in change.settings.items())
+        )
         lines.append(f"      {saved}, leaves {_size(change.size)}; {change.cost}")
     return "\n".join(lines)
 

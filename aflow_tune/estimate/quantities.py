@@ -110,12 +110,10 @@ class Earlier:
         return cls(read_metrics(folder), place or f"metrics of {folder}")
 
     def mean(self, name: str) -> float | None:
-        """The mean of a metric's last ten steps; None if it was never logged."""
         values = [value for _, value in series(self.lines, name)][-10:]
         return sum(values) / len(values) if values else None
 
     def largest(self, name: str) -> float | None:
-        """The largest value of a metric."""
         return max((value for _, value in series(self.lines, name)), default=None)
 
     def best(self, given: float | None, measured: float | None, otherwise: Number) -> Number:
@@ -156,11 +154,19 @@ def lengths_of(
     earlier: Earlier,
     seen: Seen | None,
 ) -> Lengths:
-    """Calls of a run, and tokens of prompts and responses."""
     prompt, response, _ = limits_of(config)
     longest_prompt = given.prompt_tokens or earlier.largest("prompt_length/max")
     longest_response = given.response_tokens or earlier.largest("response_length/max")
-    calls = _most_calls(config, workflow)
+    most = most_calls(workflow) if workflow is not None else None
+    if config.writer.executor:
+        calls = Number(float(config.writer.turns), Known.BOUND, "writer.turns: the policy writes")
+    elif config.graph.path:
+        calls = Number(float(config.graph.max_calls), Known.BOUND, "the limit graph.max_calls")
+    elif most is not None:
+        calls = Number(float(max(1, most)), Known.BOUND, "calls in the workflow's source")
+    else:
+        how = "the workflow hands its model on: give --calls, or the number of a run's calls"
+        calls = Number(None, Known.UNKNOWN, how)
     prompts = Number(float(prompt), Known.BOUND, "the limit model.max_prompt_tokens")
     responses = Number(float(response), Known.BOUND, "the limit model.max_response_tokens")
     if seen is not None:
@@ -178,20 +184,6 @@ def lengths_of(
         float(longest_response or response),
         seen.unshared if seen is not None else None,
     )
-
-
-def _most_calls(config: AflowConfig, workflow: Callable[..., Any] | None) -> Number:
-    seen = most_calls(workflow) if workflow is not None else None
-    if config.writer.executor:
-        most, how = config.writer.turns, "writer.turns: the policy writes"
-    elif config.graph.path:
-        most, how = config.graph.max_calls, "the limit graph.max_calls"
-    elif seen is not None:
-        most, how = max(1, seen), "calls in the workflow's source"
-    else:
-        how = "the workflow hands its model on: give --calls, or the number of a run's calls"
-        return Number(None, Known.UNKNOWN, how)
-    return Number(float(most), Known.BOUND, how)
 
 
 def step_quantities(
@@ -255,17 +247,13 @@ def _seconds(
         return {"seconds": Number(step, Known.MEASURED, earlier.place)}
     sampled = earlier.mean("rollout/tokens_per_second")
     trained = tokens / time if tokens and time else None
-    speeds = {
-        "seconds sampling": (new, earlier.best(given.tokens_per_second, sampled, _NO_SPEED)),
-        "seconds training": (
-            train,
-            earlier.best(given.train_tokens_per_second, trained, _NO_SPEED),
-        ),
-    }
-    found = {
-        name: computed(f"{speed.value or 0:,.0f} a second", operator.truediv, count, speed)
-        for name, (count, speed) in speeds.items()
-    }
+    found = {}
+    for name, count, said, measured in (
+        ("seconds sampling", new, given.tokens_per_second, sampled),
+        ("seconds training", train, given.train_tokens_per_second, trained),
+    ):
+        speed = earlier.best(said, measured, _NO_SPEED)
+        found[name] = computed(f"{speed.value or 0:,.0f} a second", operator.truediv, count, speed)
     return found | {"seconds": computed("taking turns", operator.add, *found.values())}
 
 

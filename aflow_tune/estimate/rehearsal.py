@@ -16,7 +16,7 @@ import itertools
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,11 +40,7 @@ from aflow_tune.engines.local.packing import TokenTrie
 from aflow_tune.engines.local.sampling import Completion, SamplingParams, Vocabulary, prompt_faults
 from aflow_tune.engines.local.server import SamplerServer
 from aflow_tune.engines.trinity.inline import InlineRollouts
-from aflow_tune.engines.trinity.readers import (
-    Experiences,
-    materialise_experiences,
-    open_experiences,
-)
+from aflow_tune.engines.trinity.readers import materialise_experiences, open_experiences
 from aflow_tune.engines.trinity.rollout.adapter import adapter_arguments
 from aflow_tune.engines.trinity.rollout.operators import FAILURE_KEY
 from aflow_tune.engines.trinity.rollout.rollout_model import SamplerHost
@@ -102,19 +98,19 @@ def rehearse(
             "a model's tokenizer is not on this machine; until it is, prompts count as long as "
             "their limit (--prompt-tokens N: a nearer estimate)"
         )
+    return _tried(lambda folder: _rehearse(copy.deepcopy(config), workflow, judge, folders, folder))
+
+
+def _tried(work: Callable[[Path], Awaitable[Seen | str]]) -> Seen | str:
+    """What came of work in a folder of its own, or why it came to nothing."""
     try:
-        with tempfile.TemporaryDirectory(prefix="aflow-rehearsal-") as folder:
-            played = _rehearse(copy.deepcopy(config), workflow, judge, folders, Path(folder))
-            return asyncio.run(asyncio.wait_for(played, SECONDS))
+        with tempfile.TemporaryDirectory(prefix="aflow-estimate-") as folder:
+            return asyncio.run(asyncio.wait_for(work(Path(folder)), SECONDS))
+    except TimeoutError:
+        return f"it took more than {SECONDS:.0f} s with a model that answers at once"
     except Exception as error:
         # Whatever user code or a reader raises here costs knowledge, not the estimate.
-        return _reason(error)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return f"the workflow took more than {SECONDS:.0f} s with a model that answers at once"
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 async def _rehearse(
@@ -179,8 +175,6 @@ class _Rollouts(InlineRollouts):
 
 
 class _StandIn:
-    """Answers like a `Sampler`, with words in place of a model's tokens."""
-
     def __init__(self, tokenizer: Any, max_model_len: int) -> None:
         settings = SimpleNamespace(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
         settings.get_text_config = lambda: settings
@@ -224,13 +218,16 @@ def read_rows(config: AflowConfig, folder: Path | None) -> Seen | str:
         return "they are not on this machine"
     copied = copy.deepcopy(config)
     copied.model.model_path = str(folder)
-    try:
-        with tempfile.TemporaryDirectory(prefix="aflow-rows-") as place:
-            copied.checkpoint_job_dir = place
-            materialise_experiences(copied)
-            steps = asyncio.run(_first_steps(open_experiences(copied)))
-    except Exception as error:
-        return _reason(error)
+    return _tried(lambda place: _first_rows(copied, place))
+
+
+async def _first_rows(config: AflowConfig, folder: Path) -> Seen | str:
+    config.checkpoint_job_dir = str(folder)
+    materialise_experiences(config)
+    reader, steps = open_experiences(config), []
+    with contextlib.suppress(StopAsyncIteration):
+        for _ in range(STEPS):
+            steps.append(await reader.read())
     if not steps:
         return "they are fewer than one step takes"
     rows = [row for step in steps for row in step]
@@ -245,14 +242,6 @@ def read_rows(config: AflowConfig, folder: Path | None) -> Seen | str:
         statistics.fmean(responses),
         max(responses),
     )
-
-
-async def _first_steps(reader: Experiences) -> list[list[Experience]]:
-    steps: list[list[Experience]] = []
-    with contextlib.suppress(StopAsyncIteration):
-        for _ in range(STEPS):
-            steps.append(await reader.read())
-    return steps
 
 
 def _unshared(calls: list[Experience]) -> int:

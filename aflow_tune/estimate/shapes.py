@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from aflow_tune.engines.local.models import BUNDLED, cache_dir, header_of
+from aflow_tune.engines.local.models import BUNDLED, cache_dir, header_of, is_cached
 from aflow_tune.errors import BadInput
 
 _SMOLLM2 = {
@@ -43,9 +43,8 @@ FAMILIES = (
 """Counted families by `model_type`."""
 
 
-@dataclass(frozen=True)
-class Linear:
-    """A linear layer of a block: its module path below the block, and widths."""
+class Linear(NamedTuple):
+    """A linear layer of a block: its module path, and widths."""
 
     path: str
     inputs: int
@@ -56,11 +55,10 @@ class Linear:
 class Block:
     """One decoder layer. Widths in elements; `norms`: parameters of all its norms.
 
-    `experts` 0: an ordinary MLP, which is among `linears`. Otherwise `experts` MLPs of width
-    `mlp`, of `expert` parameters each, are held, and `active` of them compute a token.
+    `experts` 0: an ordinary MLP, of linear layers. Otherwise `experts` MLPs of width `mlp`, of
+    `expert` parameters each, are held, and `active` of them compute a token.
     """
 
-    linears: tuple[Linear, ...]
     parameters: int
     norms: int
     mlp: int
@@ -72,8 +70,8 @@ class Block:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A causal LM. `parameters`: all of them, shared ones once. `tied`: the output head is the
-    embedding. `prefix`: where the blocks stand in the module tree."""
+    """A causal LM. `linears`: of all blocks, without the output head. `parameters`: all of them,
+    shared ones once. `tied`: the output head is the embedding."""
 
     family: str
     vocabulary: int
@@ -82,9 +80,9 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     blocks: tuple[Block, ...]
+    linears: tuple[Linear, ...]
     tied: bool
     parameters: int
-    prefix: str
 
     @property
     def layers(self) -> int:
@@ -97,7 +95,6 @@ class ModelShape:
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of all decoder layers."""
         return sum(block.parameters for block in self.blocks)
 
     @property
@@ -109,17 +106,11 @@ class ModelShape:
     @property
     def linear_parameters(self) -> int:
         """Weights of the layers' linear modules, without biases."""
-        return sum(linear.inputs * linear.outputs for _, linear in self.modules())
+        return sum(linear.inputs * linear.outputs for linear in self.linears)
 
     def kv_elements_per_token(self) -> int:
         """Elements of one token's keys and values over all layers: 2 x heads x head_dim each."""
         return 2 * self.kv_heads * self.head_dim * self.layers
-
-    def modules(self) -> Iterator[tuple[str, Linear]]:
-        """Every linear layer but the output head, with its full module path."""
-        for number, block in enumerate(self.blocks):
-            for linear in block.linears:
-                yield f"{self.prefix}.{number}.{linear.path}", linear
 
 
 @dataclass(frozen=True)
@@ -132,18 +123,17 @@ class Lora:
     excludes: str | Sequence[str] | None = None
 
     def adapts(self, path: str) -> bool:
-        """Whether the linear layer at `path` gets an adapter."""
         named = _named(path, self.targets)
         return named and (self.excludes is None or not _named(path, self.excludes))
 
     def parameters(self, shape: ModelShape) -> int:
         """A [rank, in] and B [out, rank] of every adapted layer (arXiv:2106.09685)."""
-        adapted = [linear for path, linear in shape.modules() if self.adapts(path)]
+        adapted = [linear for linear in shape.linears if self.adapts(linear.path)]
         return sum(self.rank * (linear.inputs + linear.outputs) for linear in adapted)
 
     def rows_per_layer(self, shape: ModelShape) -> float:
         """Ranks of the adapters of a layer, summed, on average."""
-        return self.rank * sum(self.adapts(path) for path, _ in shape.modules()) / shape.layers
+        return self.rank * sum(self.adapts(linear.path) for linear in shape.linears) / shape.layers
 
 
 def _named(path: str, names: str | Sequence[str]) -> bool:
@@ -209,23 +199,17 @@ def named_model(name: str, where: str) -> NamedModel:
 
 def _folder(name: str) -> Path | None:
     """The folder with the model's config.json, or None where none is at hand."""
+    if not is_cached(name):
+        return None
     folder = cache_dir() / name if name in BUNDLED else Path(name).expanduser()
-    if (folder / "config.json").is_file():
-        return folder
-    if name in BUNDLED or folder.is_dir():
-        return None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
 
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        return None
-    return Path(found).parent if isinstance(found, str) else None
+        folder = Path(str(try_to_load_from_cache(name, "config.json"))).parent
+    return folder
 
 
 def _itemsize(folder: Path, config: Any) -> int:
-    """Bytes of an element in the weights' file, or else by the settings."""
     for file in sorted(folder.glob("*.safetensors")):
         header = header_of(file) or {}
         kinds = [item["dtype"] for name, item in header.items() if name != "__metadata__"]
@@ -262,14 +246,16 @@ def shape_of(config: Any, where: str = "config.json") -> ModelShape:
         for name, child in module.named_modules()
         if isinstance(child, torch.nn.ModuleList) and len(child) == config.num_hidden_layers
     )
-    heads, window = config.num_attention_heads, getattr(config, "sliding_window", None)
+    window = getattr(config, "sliding_window", None)
     if not getattr(config, "use_sliding_window", True):
         window = None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers)
-    blocks = (
-        _block(layer, config, window if kind == "sliding_attention" else None)
-        for layer, kind in zip(layers, kinds, strict=True)
-    )
+    blocks, linears = [], []
+    for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+        own = [*_linears(layer, f"{prefix}.{number}")]
+        blocks.append(_block(layer, config, own, window if kind == "sliding_attention" else None))
+        linears += own
+    heads = config.num_attention_heads
     return ModelShape(
         family,
         config.vocab_size,
@@ -278,31 +264,35 @@ def shape_of(config: Any, where: str = "config.json") -> ModelShape:
         getattr(config, "num_key_value_heads", None) or heads,
         getattr(config, "head_dim", None) or config.hidden_size // heads,
         tuple(blocks),
+        tuple(linears),
         bool(config.tie_word_embeddings),
         sum(parameter.numel() for parameter in module.parameters()),
-        prefix,
     )
 
 
-def _block(layer: torch.nn.Module, config: Any, window: int | None) -> Block:
+def _linears(layer: torch.nn.Module, prefix: str) -> Iterator[Linear]:
     from transformers.pytorch_utils import Conv1D
 
-    linears = []
     for path, child in layer.named_modules():
         if isinstance(child, torch.nn.Linear | Conv1D):
             width, other = child.weight.shape
             widths = (width, other) if isinstance(child, Conv1D) else (other, width)
-            linears.append(Linear(path, *widths))
+            yield Linear(f"{prefix}.{path}", *widths)
+
+
+def _block(
+    layer: torch.nn.Module, config: Any, linears: Sequence[Linear], window: int | None
+) -> Block:
     sizes = {name: parameter.numel() for name, parameter in layer.named_parameters()}
     norms = sum(size for name, size in sizes.items() if "norm" in name or "ln_" in name)
-    dense = (tuple(linears), sum(sizes.values()), norms)
     held = {name: p for name, p in layer.named_parameters() if ".experts." in name}
     if not held:
-        return Block(*dense, linears[-1].inputs, window)
+        return Block(sum(sizes.values()), norms, linears[-1].inputs, window)
     down = next(parameter for name, parameter in held.items() if name.endswith("down_proj"))
     experts, _, mlp = down.shape  # [experts, hidden, intermediate]
     expert = sum(parameter.numel() for parameter in held.values()) // experts
-    return Block(*dense, mlp, window, experts, config.num_experts_per_tok, expert)
+    active = config.num_experts_per_tok
+    return Block(sum(sizes.values()), norms, mlp, window, experts, active, expert)
 
 
 def kept_per_token(

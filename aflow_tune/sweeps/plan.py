@@ -5,16 +5,32 @@ Everything that could be refused is refused before anything is started, by the c
 combination. What is drawn at random is checked when it is drawn (`Plan.refusal`).
 
 What decides a score is kept in `settings.json`: the second command of a sweep must mean the same.
+
+What is tried is for each key of the configuration a list of values or a range:
+
+    algorithm.repeat_times=4,8,16            these values
+    model.temperature=0.6..1.0               any number between
+    algorithm.optimizer.lr=log:1e-6..1e-4    any number between, evenly by its logarithm
+    buffer.batch_size=int:2..16              any whole number between (log:int: by its logarithm)
+
+A file in YAML says the same, `key: [values]` or `key: range`. Values stay the text that was
+written, and reach the run as `key=text`: they are read exactly once, by the configuration.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from aflow_tune.config.changes import is_free, masked
 from aflow_tune.config.load import AflowConfig, load_config
@@ -23,9 +39,196 @@ from aflow_tune.config.tasksets import user_tasksets
 from aflow_tune.config.validate import validate
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.files import write_json
-from aflow_tune.sections import canonical
+from aflow_tune.sections import canonical, display
 from aflow_tune.sweeps import Request
-from aflow_tune.sweeps.space import Axis, grid, parse_space, settings_of
+
+MOST_COMBINATIONS = 10_000
+"""Of a grid. More would not be tried anyway, and a list of all of them is kept."""
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_RANGE = re.compile(rf"((?:log:|int:)*)({_NUMBER})\.\.({_NUMBER})")
+_LIKE_A_RANGE = re.compile(rf"(log:|int:).*|{_NUMBER}(\.\.{_NUMBER})+")
+_KEY = re.compile(r"[A-Za-z_][\w\-]*(?:[.\[][\w\-.\[\]]*)?")
+_EXAMPLE = "--space algorithm.optimizer.lr=log:1e-6..1e-4 --space algorithm.repeat_times=4,8"
+_TITLE = "The space of the sweep cannot be read."
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One key and what is tried for it. `where` names the item of the command line or of a file."""
+
+    key: str
+    where: str
+    distribution: CategoricalDistribution | FloatDistribution | IntDistribution
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return getattr(self.distribution, "choices", ())
+
+    @property
+    def log(self) -> bool:
+        return bool(getattr(self.distribution, "log", False))
+
+    @property
+    def values(self) -> tuple[str, ...] | range | None:
+        """Every value; None of a range that cannot be counted."""
+        if isinstance(self.distribution, IntDistribution):
+            return range(self.distribution.low, self.distribution.high + 1)
+        return self.choices or None
+
+    @property
+    def probes(self) -> tuple[str, ...]:
+        """The values that can be looked at beforehand: all of a list, both ends of a range."""
+        if isinstance(self.distribution, CategoricalDistribution):
+            return self.choices
+        return self.text(self.distribution.low), self.text(self.distribution.high)
+
+    def text(self, value: Any) -> str:
+        """A value of the study as it stands behind `key=`."""
+        return value if isinstance(value, str) else repr(value)
+
+    def told(self) -> str:
+        """In the form that it is written in."""
+        if self.choices:
+            return ",".join(self.choices)
+        whole = isinstance(self.distribution, IntDistribution)
+        kinds = ("log:" if self.log else "") + ("int:" if whole else "")
+        return kinds + "..".join(self.probes)
+
+
+def settings_of(values: Mapping[str, str]) -> list[str]:
+    return [f"{key}={text}" for key, text in values.items()]
+
+
+def grid(axes: Sequence[Axis], seed: int) -> list[dict[str, str]]:
+    """All combinations in the order in which they are tried: shuffled, so that a part of them is
+    spread over the whole grid.
+
+    Raises:
+        BadInput: a range that cannot be counted, or more than `MOST_COMBINATIONS`.
+    """
+    values = [axis.values for axis in axes]
+    count = math.prod(len(of) for of in values if of is not None)
+    faults = []
+    for axis in (axis for axis in axes if axis.values is None):
+        expected = "values that can be counted, for --sampler grid"
+        cure = f"list them: {axis.key}={','.join(axis.probes)}, or --sampler tpe"
+        faults.append(Fault(axis.where, expected, "a range of numbers", cure))
+    if not faults and count > MOST_COMBINATIONS:
+        expected = f"at most {MOST_COMBINATIONS} combinations"
+        faults.append(Fault("--sampler grid", expected, str(count), "--sampler tpe or random"))
+    if faults:
+        raise BadInput("There is no grid of this space.", faults)
+    found = [
+        {axis.key: axis.text(value) for axis, value in zip(axes, combination, strict=True)}
+        for combination in itertools.product(*(of or () for of in values))
+    ]
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def parse_space(items: Sequence[str]) -> tuple[Axis, ...]:
+    """The axes that `--space` names, in their order.
+
+    Raises:
+        BadInput: with every item that cannot be read, and every key that is named twice.
+    """
+    axes: dict[str, Axis] = {}
+    faults: list[Fault] = []
+    for item in items:
+        key, equals, text = item.partition("=")
+        where = f"--space {item}"
+        try:
+            lines = [(key.strip(), where, text)] if equals else [*_of_file(Path(item), where)]
+        except BadInput as error:
+            faults += error.faults
+            continue
+        for name, place, said in lines:
+            try:
+                axis = _axis(name, place, said)
+            except BadInput as error:
+                faults += error.faults
+                continue
+            if (first := axes.setdefault(canonical(axis.key), axis)) is not axis:
+                cure = "put all its values into one of them"
+                faults.append(Fault(place, "every key once", f"also {first.where}", cure))
+    if not axes and not faults:
+        faults.append(Fault("--space", "what to try", "nothing", _EXAMPLE))
+    if faults:
+        raise BadInput(_TITLE, faults)
+    return tuple(axes.values())
+
+
+def _of_file(path: Path, where: str) -> Iterator[tuple[str, str, str | list[str]]]:
+    """(key, where, a range or the texts of a list) of each line of a YAML file."""
+    expected = "key=values, or a YAML file with `key: [values]` lines"
+    if path.suffix not in (".yaml", ".yml"):
+        raise _unreadable(where, expected, str(path), _EXAMPLE)
+    try:
+        source = path.read_text(encoding="utf-8-sig")
+        node = yaml.compose(source, Loader=yaml.SafeLoader)
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise _unreadable(where, expected, str(error).splitlines()[0], "check the file") from None
+    if not isinstance(node, yaml.MappingNode):
+        raise _unreadable(where, expected, "something else", _EXAMPLE)
+    for key, value in node.value:
+        place = f"{path}:{key.start_mark.line + 1}: {key.value}"
+        if isinstance(value, yaml.ScalarNode):
+            yield str(key.value), place, str(value.value)
+        elif isinstance(value, yaml.SequenceNode):
+            yield str(key.value), place, _as_written(source, value)
+        else:
+            yield str(key.value), place, []
+
+
+def _as_written(source: str, node: yaml.Node) -> list[str]:
+    return [source[item.start_mark.index : item.end_mark.index].strip() for item in node.value]
+
+
+def _axis(key: str, where: str, said: str | list[str]) -> Axis:
+    if not _KEY.fullmatch(key):
+        raise _unreadable(where, "key=values", f"the key {key!r}", _EXAMPLE)
+    key = display(canonical(key))
+    if isinstance(said, str):
+        text = said.strip()
+        if found := _RANGE.fullmatch(text):
+            kinds, low, high = found.groups()
+            log = "log:" in kinds
+            try:
+                drawn: Any = (
+                    IntDistribution(int(low), int(high), log=log)
+                    if "int:" in kinds
+                    else FloatDistribution(float(low), float(high), log=log)
+                )
+                if drawn.single():
+                    raise ValueError("one value only: give it as a setting")
+            except ValueError as error:
+                expected = "LOW..HIGH with LOW below HIGH, above 0 for log:, whole for int:"
+                raise _unreadable(where, expected, f"{text}: {error}", _EXAMPLE) from None
+            return Axis(key, where, drawn)
+        if _LIKE_A_RANGE.fullmatch(text):
+            raise _unreadable(where, "a range such as log:1e-6..1e-4 or int:2..16", text, _EXAMPLE)
+        # The parts between commas; commas in quotes and brackets do not count.
+        source = f"[{text}]"
+        try:
+            said = _as_written(source, yaml.compose(source, Loader=yaml.SafeLoader))
+        except yaml.YAMLError as error:
+            problem = getattr(error, "problem", None) or str(error)
+            raise _unreadable(where, "values in YAML", problem, "quote the values") from None
+    if len(said) < 2:
+        cure = f"give a fixed value as a setting: {key}={said[0] if said else '...'}"
+        expected = "two values or more, or a range LOW..HIGH, for a key that is written whole"
+        raise _unreadable(where, expected, ", ".join(said) or "none", cure)
+    values = [float(choice) if re.fullmatch(_NUMBER, choice) else choice for choice in said]
+    if len(set(values)) < len(values):
+        raise _unreadable(where, "every value once", ", ".join(said), "remove what is there twice")
+    return Axis(key, where, CategoricalDistribution(tuple(said)))
+
+
+def _unreadable(where: str, expected: str, found: str, cure: str) -> BadInput:
+    return BadInput.of(_TITLE, where, expected, found, cure)
+
+
+# -- the plan ------------------------------------------------------------------------------
 
 STUDY_FILE = "study.sqlite"
 SETTINGS_FILE = "settings.json"
@@ -68,16 +271,13 @@ class Plan:
 
     @property
     def seeds(self) -> list[int | None]:
-        """The seeds of a trial's runs; None: the configuration's own."""
         return list(self.request.seeds) or [None]
 
     def run_name(self, number: int, seed: int | None) -> str:
-        """The name of a trial's run, which is also its folder's."""
         name = f"{self.config.name}-{number:03d}"
         return name if seed is None else f"{name}-seed{seed}"
 
     def settings(self, number: int, seed: int | None, values: dict[str, str]) -> list[str]:
-        """The settings with which a trial's run is started."""
         group = f"{self.config.group}/{self.folder.name}".lstrip("/")
         settings = [*self.request.overrides, *settings_of(values)]
         settings += [] if seed is None else [f"seed={seed}"]
@@ -99,7 +299,17 @@ def make_plan(request: Request, say: Callable[[str], None] = print) -> Plan:
         BadInput: with every fault of the space, the configuration, or both together.
     """
     axes = parse_space(request.space)
-    faults = [fault for axis in axes for fault in _own_key(axis, request)]
+    set_beside = [setting.partition("=")[0].strip() for setting in request.overrides]
+    set_beside += ["seed"] if request.seeds else []
+    faults = []
+    for axis in axes:
+        key = canonical(axis.key)
+        if key in _OWN_KEYS:
+            expected = "a key that decides what is learned"
+            faults.append(Fault(axis.where, expected, f"{key}: {_OWN_KEYS[key]}", "leave it out"))
+        elif key in map(canonical, set_beside):
+            expected = "a key that is not set beside it, or by --seeds"
+            faults.append(Fault(axis.where, expected, "both", "leave one of them out"))
     trials, combinations = request.trials or DEFAULT_TRIALS, []
     if request.sampler == "grid":
         combinations = grid(axes, request.seed)[: request.trials]
@@ -190,17 +400,6 @@ def _decisive(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _own_key(axis: Axis, request: Request) -> Iterator[Fault]:
-    """What is wrong with sweeping this key beside the other settings."""
-    key, leave = canonical(axis.key), "leave one of them out"
-    given = (s for s in request.overrides if canonical(s.partition("=")[0].strip()) == key)
-    if key in _OWN_KEYS:
-        expected = "a key that decides what is learned"
-        yield Fault(axis.where, expected, f"`{key}`: {_OWN_KEYS[key]}", "leave it out")
-    elif beside := next(given, "--seeds" if key == "seed" and request.seeds else None):
-        yield Fault(axis.where, "a key that is not set beside it", beside, leave)
-
-
 def _refused_values(
     request: Request,
     axes: Sequence[Axis],
@@ -217,8 +416,14 @@ def _refused_values(
     for axis in axes:
         for text in axis.probes:
             for fault in refused({axis.key: text}):
+                where, ends, cure = f"{axis.where}: with {axis.key}={text}", axis.distribution, ""
+                if not fault.where.startswith("command line: "):
+                    where += f": {fault.where}"
+                if isinstance(ends, FloatDistribution) and ends.low % 1 == ends.high % 1 == 0:
+                    cure = f"{axis.key}=int:{ends.low:g}..{ends.high:g} for whole numbers, or: "
                 told = (axis.key, fault.expected, fault.found, fault.cure)
-                faults.setdefault(told, _of_value(fault, axis, text))
+                found = replace(fault, where=where, cure=cure + fault.cure)
+                faults.setdefault(told, found)
     if faults or len(axes) < 2 or not 0 < len(combinations) <= MOST_CHECKED:
         return [*faults.values()]
     say(f"checking {len(combinations)} combinations")
@@ -227,12 +432,3 @@ def _refused_values(
         for values in combinations
         for fault in refused(values)
     ]
-
-
-def _of_value(fault: Fault, axis: Axis, text: str) -> Fault:
-    where, cure = f"{axis.where}: with {axis.key}={text}", fault.cure
-    if not fault.where.startswith("command line: "):
-        where += f": {fault.where}"
-    if not axis.choices and not axis.whole and axis.low.is_integer() and axis.high.is_integer():
-        cure = f"{axis.key}=int:{axis.low:g}..{axis.high:g} for whole numbers, or: {cure}"
-    return replace(fault, where=where, cure=cure)

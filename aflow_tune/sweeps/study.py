@@ -25,8 +25,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from aflow_tune.errors import RunFailed
-from aflow_tune.sweeps.plan import STUDY_FILE, Plan
-from aflow_tune.sweeps.space import grid
+from aflow_tune.sweeps.plan import STUDY_FILE, Plan, grid
 
 _NAME = "sweep"
 _WAIT_SECONDS = 60
@@ -87,7 +86,6 @@ class SweepStudy:
         )
 
     def close(self) -> None:
-        """Let go of the file."""
         self._storage.remove_session()
         self._storage.engine.dispose()
 
@@ -121,7 +119,7 @@ class SweepStudy:
                 {k: text if self._axes[k].choices else int(text) for k, text in left.items()}
             )
         self._study.sampler = self._sampler(len(trials))
-        trial = self._study.ask({key: a.distribution() for key, a in self._axes.items()})
+        trial = self._study.ask({key: a.distribution for key, a in self._axes.items()})
         return TrialRecord(trial.number, "running", self._texts(trial))
 
     def report(self, number: int, step: int, value: float) -> bool:
@@ -131,7 +129,6 @@ class SweepStudy:
         return bool(trial.should_prune())
 
     def note(self, number: int, **notes: Any) -> None:
-        """Keep plain data with a trial that is running."""
         trial = self._trial(number)
         for name, value in notes.items():
             trial.set_user_attr(name, value)
@@ -150,9 +147,8 @@ class SweepStudy:
         return {key: axis.text(trial.params[key]) for key, axis in self._axes.items()}
 
     def _trial(self, number: int) -> optuna.Trial:
-        study_id = self._storage.get_study_id_from_name(_NAME)
-        trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
-        return optuna.Trial(self._study, trial_id)
+        trials = self._study.get_trials(deepcopy=False)
+        return optuna.Trial(self._study, trials[number]._trial_id)
 
     def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
         request = self._plan.request

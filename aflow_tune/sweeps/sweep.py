@@ -10,6 +10,7 @@ trial and at the end, however that comes.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -33,8 +34,7 @@ from aflow_tune.runs.folder import CHAIN_FILE, RunState, is_locked, locked, read
 from aflow_tune.runs.listing import describe
 from aflow_tune.runs.process import RunProcess, last_words, own_program
 from aflow_tune.sweeps import Request
-from aflow_tune.sweeps.plan import Plan, check_same, make_plan
-from aflow_tune.sweeps.space import settings_of
+from aflow_tune.sweeps.plan import Plan, check_same, make_plan, settings_of
 from aflow_tune.sweeps.study import SweepStudy, TrialRecord, opened
 from aflow_tune.sweeps.table import write
 
@@ -100,15 +100,11 @@ def run_sweep(
     plan = make_plan(request, say)
     with locked(plan.folder), contextlib.ExitStack() as stack:
         cluster = None if ray == "none" else cluster_for(plan.config)
-        start: Start = _start_here
+        start: Start = lambda words, output: RunProcess([*own_program(), *words], output)  # noqa: E731
         if cluster is not None:
             joined = ray_starter(plan.config, cluster, plan.folder, request.parallel)
             start = stack.enter_context(joined)
         return carry_out(plan, start, stop=stop, say=say)
-
-
-def _start_here(arguments: Sequence[str], output: Path) -> Process:
-    return RunProcess([*own_program(), *arguments], output)
 
 
 def carry_out(
@@ -130,11 +126,8 @@ def carry_out(
 
 @dataclass(eq=False)
 class Run:
-    """One run of a trial.
-
-    `code` is None until it has ended; `asked`: it was told to stop; `held`: an earlier process is
-    still at work in its folder. `scores`: by step, as last read when its metrics were as `seen`.
-    """
+    """One run of a trial. `code` is None until it has ended; `asked`: it was told to stop.
+    `scores`: by step, as last read when its metrics were as `seen`."""
 
     folder: Path
     arguments: list[str]
@@ -142,39 +135,42 @@ class Run:
     process: Process | None = None
     code: int | None = None
     asked: bool = False
-    held: bool = False
     started: float = 0.0
     seen: tuple[int, int] = (0, 0)
     scores: dict[int, float] = field(default_factory=dict)
 
     @property
     def going(self) -> bool:
-        """Whether its process runs."""
         return self.process is not None and self.code is None
 
-    @property
-    def failed(self) -> bool:
-        """Whether it failed by itself; killed by a signal is not failed."""
-        ended = self.code is not None and self.code > 0
-        return ended and self.code not in (*_WELL, ExitCode.INTERRUPTED) and not self.asked
+    def ask(self) -> None:
+        """Ask it to save and stop; a second time: to stop at once."""
+        if self.process is not None and self.going:
+            self.asked = True
+            self.process.stop()
 
-    def state(self) -> RunState | None:
-        """What its folder says."""
-        try:
-            return read_state(self.folder)
-        except BadInput:
+    def failure(self) -> str | None:
+        """Why it failed by itself: in its own words, or the last that it printed; None if it did
+        not, or was killed by a signal."""
+        well = self.code is None or self.code < 0 or self.code in (*_WELL, ExitCode.INTERRUPTED)
+        if well or self.asked:
             return None
-
-    def reason(self) -> str:
-        """Why it failed: in its own words, or the last that it printed."""
-        state = self.state()
+        state = _state(self.folder)
         said = state.error if state is not None and state.status == "failed" else None
         return f"{said or last_words(self.output) or f'exit code {self.code}'} ({self.output})"
 
 
+def _state(folder: Path) -> RunState | None:
+    try:
+        return read_state(folder)
+    except BadInput:
+        return None
+
+
 @dataclass(eq=False)
 class Trial:
-    """A trial under way. `seconds`: of its runs together, in earlier commands too."""
+    """A trial under way. `seconds`: of its runs together, in earlier commands too. Nothing more of
+    it is begun once it is `pruned` or `failed`."""
 
     number: int
     runs: list[Run]
@@ -185,33 +181,19 @@ class Trial:
 
     @property
     def ending(self) -> bool:
-        """Whether nothing more of it is to be begun."""
         return self.pruned or self.failed is not None
 
     @property
     def over(self) -> bool:
         """Whether nothing of it is going on, and nothing more will be begun."""
-        if any(run.going or run.held for run in self.runs):
+        if any(run.going for run in self.runs):
             return False
         return self.ending or all(run.code is not None for run in self.runs)
 
-    def look(self) -> None:
-        """Notice the ends of its runs."""
-        for run in self.runs:
-            if run.process is not None and run.code is None:
-                run.code = run.process.poll()
-                self.seconds += 0.0 if run.code is None else time.monotonic() - run.started
-
-    def ask(self, *, again: bool = False) -> None:
-        """Ask its runs to save and stop; `again`: to stop at once."""
-        for run in self.runs:
-            if run.process is not None and run.going and (again or not run.asked):
-                run.asked = True
-                run.process.stop()
-
 
 class Sweep:
-    """One command of a sweep."""
+    """One command of a sweep. `trials`: those under way. `endings`: of those that ended in this
+    command why they failed, or None. `left`: those that were killed or stopped by others."""
 
     def __init__(
         self,
@@ -224,9 +206,7 @@ class Sweep:
         self.plan, self.study, self.start, self.stop, self.say = plan, study, start, stop, say
         self.trials: list[Trial] = []
         self.endings: list[str | None] = []
-        """Of the trials that ended in this command, in their order: why it failed, or None."""
         self.left: list[int] = []
-        """Trials whose run was killed, or stopped by somebody else, in this command."""
         self._given_up = False
 
     def run(self) -> None:
@@ -241,8 +221,13 @@ class Sweep:
             )
         for trial in self.trials:
             self.say(f"trial {trial.number}: going on with it")
-        limit = self.plan.request.timeout
-        deadline = float("inf") if limit is None else time.monotonic() + limit
+            # An earlier command of this sweep may have been killed while its run still saves.
+            for run in trial.runs:
+                if is_locked(run.folder):
+                    self.say(f"waiting for the run in {run.folder}, which is still going on")
+                while is_locked(run.folder) and not self.stop():
+                    time.sleep(POLL_SECONDS)
+        deadline = time.monotonic() + (self.plan.request.timeout or math.inf)
         try:
             while True:
                 self._look()
@@ -274,20 +259,12 @@ class Sweep:
     def _fill(self, begun: int) -> int:
         """Start runs while there is room; how many trials were begun."""
         new = 0
-        while not self._hopeless():
-            busy = sum(run.going or run.held for trial in self.trials for run in trial.runs)
-            if busy >= self.plan.request.parallel:
-                break
+        while not self._hopeless() and len(self._going()) < self.plan.request.parallel:
             runs = [run for trial in self.trials if not trial.ending for run in trial.runs]
-            waiting = (r for r in runs if r.process is None and r.code is None and not r.held)
-            if (run := next(waiting, None)) is not None:
-                # An earlier command of this sweep may have been killed while its run still saves.
-                run.held = is_locked(run.folder)
-                if run.held:
-                    self.say(f"waiting for the run in {run.folder}, which is still going on")
-                else:
-                    run.process = self.start(run.arguments, run.output)
-                    run.started = time.monotonic()
+            waiting = next((r for r in runs if r.process is None and r.code is None), None)
+            if waiting is not None:
+                waiting.process = self.start(waiting.arguments, waiting.output)
+                waiting.started = time.monotonic()
                 continue
             record = self.study.next() if begun + new < self.plan.trials else None
             if record is None:
@@ -299,7 +276,6 @@ class Sweep:
                 self.trials.append(self._trial(record))
             else:
                 self._fail(record.number, str(refused), 0.0)
-                write(self.plan, self.study.records())
         return new
 
     def _trial(self, record: TrialRecord) -> Trial:
@@ -311,7 +287,7 @@ class Sweep:
             run = Run(self.plan.folder / name, [str(self.plan.request.config), *settings], output)
             # It may have reached its target in an earlier command. Of a chain of stages only its
             # own command can say so.
-            state = run.state()
+            state = _state(run.folder)
             if state is not None and state.status == "finished":
                 run.code = int(ExitCode.DONE)
             runs.append(run)
@@ -321,21 +297,28 @@ class Sweep:
 
     # -- what has become of it -------------------------------------------------------------
 
-    def _look(self) -> None:
-        """Notice scores and endings."""
-        for trial in list(self.trials):
+    def _going(self) -> list[Run]:
+        return [run for trial in self.trials for run in trial.runs if run.going]
+
+    def _poll(self) -> None:
+        for trial in self.trials:
             for run in trial.runs:
-                run.held = run.held and is_locked(run.folder)
-            trial.look()
+                if run.process is not None and run.code is None:
+                    run.code = run.process.poll()
+                    trial.seconds += 0.0 if run.code is None else time.monotonic() - run.started
+
+    def _look(self) -> None:
+        self._poll()
+        for trial in list(self.trials):
             self._report(trial)
-            failed = next((run for run in trial.runs if run.failed), None)
-            if failed is not None and not trial.ending:
-                trial.failed = failed.reason()
-                trial.ask()
+            if not trial.ending:
+                trial.failed = next(filter(None, (run.failure() for run in trial.runs)), None)
+                if trial.failed is not None:
+                    for run in trial.runs:
+                        run.ask()
             if trial.over:
                 self.trials.remove(trial)
                 self._settle(trial)
-                write(self.plan, self.study.records())
 
     def _report(self, trial: Trial) -> None:
         """Tell the study the scores that all runs of a trial have by now; prune if it says so."""
@@ -357,11 +340,12 @@ class Sweep:
                 self.say(f"trial {trial.number}: pruned")
                 self.study.note(trial.number, pruned=True)  # a killed command has decided it too
                 trial.pruned = True
-                trial.ask()
+                for run in trial.runs:
+                    run.ask()
                 return
 
     def _settle(self, trial: Trial) -> None:
-        """Tell the study how a trial ended."""
+        """Tell the study how a trial ended, and write the table."""
         if trial.failed is not None:
             self._fail(trial.number, trial.failed, trial.seconds)
             return
@@ -379,21 +363,20 @@ class Sweep:
             self.left.append(trial.number)
             self.endings.append("its run was stopped or killed")
             self.say(f"trial {trial.number}: stopped or killed by somebody else")
+        write(self.plan, self.study.records())
 
     def _score(self, trial: Trial) -> None:
         """The mean over its runs, one for each seed; the interval is Student's t over them, or of
         one run that over held-out tasks."""
-        found = []
+        found, why = [], "it holds no held-out evaluation with a score"
         for run in trial.runs:
+            one = None
             try:
                 one = outcome(run.folder, self.plan.request.objective)
             except (OSError, ValueError) as error:  # BadInput is a ValueError
-                reason = f"its records cannot be read: {error}"
-                self._fail(trial.number, reason, trial.seconds)
-                return
+                why = f"its records cannot be read: {error}"
             if one is None:
-                reason = f"{run.folder} holds no held-out evaluation with a score"
-                self._fail(trial.number, reason, trial.seconds)
+                self._fail(trial.number, f"{run.folder}: {why}", trial.seconds)
                 return
             found.append(one)
         scores = [score for score, _, _ in found]
@@ -415,45 +398,42 @@ class Sweep:
         self.study.end(number)
         self.endings.append(reason)
         self.say(f"trial {number}: failed: {reason}")
+        write(self.plan, self.study.records())
 
     # -- how it ends -----------------------------------------------------------------------
 
     def _hopeless(self) -> bool:
-        """Whether it makes no sense to go on: the first trials of this command all failed."""
         first = self.endings[:FIRST_FAILURES]
         return len(first) == FIRST_FAILURES and all(first)
 
     def _reasons(self) -> str:
-        reasons = dict.fromkeys(reason for reason in self.endings if reason)
-        return "\n".join(reasons) or "The table says why."
+        return "\n".join(dict.fromkeys(filter(None, self.endings))) or "The table says why."
 
     def _stop_all(self) -> None:
-        """Stop what runs and wait until its state is saved; what came to its end meanwhile is
-        told to the study, the other trials stay unfinished."""
-        going = [run for trial in self.trials for run in trial.runs if run.going]
-        if not going or self._given_up:
+        """Stop what runs and wait until its state is saved, at a second Ctrl-C for `_LAST_SECONDS`
+        only. What came to its end meanwhile is told to the study; other trials stay unfinished."""
+        if not (going := self._going()) or self._given_up:
             return
         self.say(f"stopping {len(going)} runs after the step under way; their state is saved")
-        try:
-            self._ask_and_wait(float("inf"))
-        except KeyboardInterrupt:
-            self._given_up = True
-            self._ask_and_wait(time.monotonic() + _LAST_SECONDS, again=True)
-            raise
-        finally:
-            for trial in self.trials:
-                self.study.note(trial.number, seconds=trial.seconds)
-        self._look()
-
-    def _ask_and_wait(self, deadline: float, *, again: bool = False) -> None:
+        deadline = math.inf
+        for run in going:
+            if not run.asked:
+                run.ask()
+        while self._going() and time.monotonic() < deadline:
+            try:
+                self._poll()
+                time.sleep(POLL_SECONDS / 5)
+            except KeyboardInterrupt:
+                if self._given_up:
+                    raise
+                self._given_up, deadline = True, time.monotonic() + _LAST_SECONDS
+                for run in self._going():
+                    run.ask()
         for trial in self.trials:
-            trial.ask(again=again)
-        while any(run.going for trial in self.trials for run in trial.runs):
-            if time.monotonic() > deadline:
-                return
-            for trial in self.trials:
-                trial.look()
-            time.sleep(POLL_SECONDS / 5)
+            self.study.note(trial.number, seconds=trial.seconds)
+        if self._given_up:
+            raise KeyboardInterrupt
+        self._look()
 
     def _how_to_go_on(self) -> str:
         ended = sum(record.state != "running" for record in self.study.records())

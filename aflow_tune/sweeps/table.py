@@ -18,8 +18,7 @@ from aflow_tune.config.changes import masked
 from aflow_tune.files import write_json
 from aflow_tune.report.charts import Mark, nice_ticks, number, scatter_chart, step_ticks
 from aflow_tune.report.page import write_page
-from aflow_tune.sweeps.plan import Plan
-from aflow_tune.sweeps.space import Axis, settings_of
+from aflow_tune.sweeps.plan import Axis, Plan, settings_of
 from aflow_tune.sweeps.study import TrialRecord
 
 JSON_FILE, PAGE_FILE = "sweep.json", "sweep.html"
@@ -114,7 +113,6 @@ def _row(plan: Plan, record: TrialRecord) -> Row:
 
 
 def _ended(row: Row) -> bool:
-    """Whether a trial came to its end with a score."""
     return _ORDER[row["state"]] == 0
 
 
@@ -145,8 +143,8 @@ def _cells(row: Row) -> list[str]:
 
 def _why(row: Row) -> str:
     """The reason in one line, bounded; empty where there is none."""
-    line = " ".join((row["reason"] or "").splitlines()).strip()
-    return "".join(c if c.isprintable() else "?" for c in line[:_LONGEST_REASON])
+    line = " ".join((row["reason"] or "").split())[:_LONGEST_REASON]
+    return "".join(c if c.isprintable() else "?" for c in line)
 
 
 def _remarks(plan: Plan, rows: Sequence[Row], best: Row | None) -> Iterator[str]:
@@ -238,24 +236,23 @@ def _charts(plan: Plan, rows: Sequence[Row], best: Row | None) -> Iterator[tuple
 
 def _against(axis: Axis, shown: Sequence[Row], best: Row | None) -> str:
     """The scores over the values of one key: numbers at their place, words side by side."""
+    texts = {row["number"]: row["values"][axis.key] for row in shown}
     try:
         numbers = [float(text) for text in axis.probes]
-    except ValueError:
-        numbers = [math.nan]
-    logarithmic = axis.log or (min(numbers) > 0 and max(numbers) / min(numbers) >= 100)
-    scale = math.log10 if logarithmic else float
-    if all(map(math.isfinite, numbers)):
-        at = {row["values"][axis.key]: scale(float(row["values"][axis.key])) for row in shown}
+        logarithmic = axis.log or (min(numbers) > 0 and max(numbers) / min(numbers) >= 100)
+        scale = math.log10 if logarithmic else float
+        at = {text: scale(float(text)) for text in texts.values()}
         ends = (scale(min(numbers)), scale(max(numbers)))
-        places = nice_ticks(*ends)
         ticks = [
-            (p, number(10**p if logarithmic else p)) for p in places if ends[0] <= p <= ends[1]
+            (place, number(10**place if logarithmic else place))
+            for place in nice_ticks(*ends)
+            if ends[0] <= place <= ends[1]
         ]
-    else:
+    except ValueError:
         at = {text: float(place) for place, text in enumerate(axis.choices)}
         ends = (-0.5, len(at) - 0.5)
         ticks = [(place, text[:_LONGEST_NAME]) for text, place in at.items()]
-    marks = [_mark(row, at[row["values"][axis.key]], best) for row in shown]
+    marks = [_mark(row, at[texts[row["number"]]], best) for row in shown]
     return scatter_chart(axis.key, marks, ends, ticks)
 
 
