@@ -15,7 +15,7 @@ from aflow_tune.sandbox import run_program_sync
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.scoring import BENCHMARKS, find, score_answer, score_both
 from aflow_tune.scoring.benchmarks import Scores, score_all, score_gold
-from aflow_tune.scoring.boxed import shallow_boxed
+from aflow_tune.scoring.numbers import shallow_boxed
 from aflow_tune.scoring.types import RULES, Score
 
 Row = dict[str, Any]

@@ -18,9 +18,10 @@ from typing import Any
 from aflow_tune.errors import AflowTuneError, BadInput
 from aflow_tune.sandbox.types import Limits
 from aflow_tune.scoring import gym, mathematics, numbers, qa, rows
-from aflow_tune.scoring.code import check_code, check_together
-from aflow_tune.scoring.programs import (
+from aflow_tune.scoring.code import (
     NoProgram,
+    check_code,
+    check_together,
     helpers_of,
     may_clash,
     published_program,
@@ -161,31 +162,25 @@ async def _score(
         if benchmark.scorers is not None:
             # Some ask a child process and wait.
             return await asyncio.to_thread(benchmark.scorers[rule], answer, row)
-        return await _score_code(row, answer, rule, policy, passes_together)
+        tests, entry_point = row["test"], row["entry_point"]
+        try:
+            program = await asyncio.to_thread(_PROGRAMS[rule], answer, entry_point)
+        except NoProgram as error:
+            if rule == "published":  # a bound of ours, which the published rule does not have
+                raise
+            return wrong(str(error))
+        graded: dict[str, Any] = {"limits": CODE_LIMITS, "policy": policy}
+        if rule == "strict" or entry_point in PUBLISHED_HELPERS:
+            graded["helpers"] = helpers_of(row["prompt"], entry_point)
+        if rule == "published":
+            verdict = await check_together(program, tests, entry_point, **graded)
+        else:
+            graded["passes_together"] = passes_together
+            verdict = await check_code(program, tests, entry_point, **graded)
     except AflowTuneError:
         raise
     except Exception as error:
         return Score(None, f"{type(error).__name__}: {error}"[:500])
-
-
-async def _score_code(
-    row: Row, answer: str, rule: Rule, policy: str, passes_together: bool
-) -> Score:
-    entry_point = row["entry_point"]
-    try:
-        program = await asyncio.to_thread(_PROGRAMS[rule], answer, entry_point)
-    except NoProgram as error:
-        if rule == "published":  # a bound of ours, which the published rule does not have
-            raise
-        return wrong(str(error))
-    graded: dict[str, Any] = {"limits": CODE_LIMITS, "policy": policy}
-    if rule == "strict" or entry_point in PUBLISHED_HELPERS:
-        graded["helpers"] = helpers_of(row["prompt"], entry_point)
-    if rule == "published":
-        verdict = await check_together(program, row["test"], entry_point, **graded)
-    else:
-        graded["passes_together"] = passes_together
-        verdict = await check_code(program, row["test"], entry_point, **graded)
     if verdict.passed is None:
         return Score(None, verdict.reason)
     return RIGHT if verdict.passed else wrong(verdict.reason)
@@ -206,10 +201,9 @@ def _told_by_published(row: Row, answer: str, passes: bool) -> bool:
         programs = [program_in(answer, entry_point) for program_in in _PROGRAMS.values()]
     except NoProgram:
         return False
-    if not passes:
-        more = entry_point not in PUBLISHED_HELPERS and helpers_of(row["prompt"], entry_point)
-        if more or may_clash(programs[0], row["test"]):
-            return False
+    more = entry_point not in PUBLISHED_HELPERS and helpers_of(row["prompt"], entry_point)
+    if not passes and (more or may_clash(programs[0], row["test"])):
+        return False
     return same_program(*programs)
 
 
@@ -240,8 +234,7 @@ _CODE_FORM = r"^\s*(?:async\s+)?def\s"
 
 
 def _hotpotqa_question(row: Row) -> str:
-    paragraphs = (" ".join(item[1]) for item in row["context"] if isinstance(item[1], list))
-    context = "\n".join(paragraphs)
+    context = "\n".join(" ".join(item[1]) for item in row["context"] if isinstance(item[1], list))
     return f"Context: {context}\n\nQuestion: {row['question']}\n\n{_ANSWER}"
 
 
@@ -261,7 +254,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         question=lambda row: row["question"],
         gold=lambda row: row["answer"],
         scorers=_by(numbers.score_strict, numbers.score_published, "answer"),
-        hub=HubSource("openai/gsm8k", "main", "test", rows.plain_row),
+        hub=HubSource("openai/gsm8k", "main", "test"),
         answer_form="The answer is one number, at the end of what is written.",
         form=r"\d",
     ),
@@ -271,7 +264,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         question=lambda row: row["problem"],
         gold=lambda row: row["solution"],
         scorers=_by(mathematics.score_strict, mathematics.score_published, "solution"),
-        hub=HubSource("HuggingFaceH4/MATH-500", None, "test", rows.plain_row),
+        hub=HubSource("HuggingFaceH4/MATH-500", None, "test"),
         answer_form=r"The answer stands in \boxed{}, once, at the end of what is written.",
         form=r"\\boxed",
     ),
@@ -280,7 +273,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         fields={"prompt": str, "entry_point": str, "canonical_solution": str, "test": str},
         question=lambda row: row["prompt"],
         gold=lambda row: row["prompt"] + row["canonical_solution"],
-        hub=HubSource("openai/openai_humaneval", None, "test", rows.plain_row),
+        hub=HubSource("openai/openai_humaneval", None, "test"),
         answer_form=_CODE_ASKED,
         form=_CODE_FORM,
     ),
