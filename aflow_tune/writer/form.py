@@ -180,7 +180,9 @@ def _named(value: Any) -> str:
 
 def _object(text: str) -> _Found | None:
     """The JSON object of a reply: as it is, among other text, mended, or beside its code."""
-    whole = whole_object(_unfenced(text))
+    blocks = list(fenced_blocks(text)) if text.startswith("```") else []
+    fenced = len(blocks) == 1 and (blocks[0].start, blocks[0].end) == (0, len(text))
+    whole = whole_object(blocks[0].code if fenced else text)
     if (found := _with_code(whole)) is not None:
         if found is whole:
             return _from(found, WrittenForm.HYBRID, [])
@@ -302,12 +304,6 @@ def _python(text: str) -> _Found | None:
 
 
 # What an object holds
-
-
-def _unfenced(text: str) -> str:
-    blocks = list(fenced_blocks(text)) if text.startswith("```") else []
-    whole = len(blocks) == 1 and blocks[0].start == 0 and blocks[0].end == len(text)
-    return blocks[0].code if whole else text
 
 
 def _key(name: Any) -> str:
