@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import functools
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,8 @@ class Benchmark:
         question: what a workflow is asked.
         gold: an answer that must score 1. Raises CannotScore where the row has none.
         scorers: None for benchmarks of code, whose answers are programs that run.
-        answer_form: what whoever answers is told about the form in which an answer is scored; a
-            line of a comment for code, empty where the questions tell.
+        answer_form: what a model is told about the form of an answer: a comment for code, empty
+            where the questions say it.
         form: a regular expression that is found in an answer of that form.
     """
 
@@ -75,14 +75,6 @@ class Benchmark:
             title, where = f"{self.name} does not lie on the hub", f"benchmark {self.name}"
             raise BadInput.of(title, where, "a file of rows", "none", "give a local file")
         return rows.read_hub(self.hub, split)
-
-    async def check_gold(self, row: Row, policy: str = "auto") -> dict[Rule, Score]:
-        """How the row's own gold answer scores: 1.0 unless the data is faulty."""
-        try:
-            answer = self.gold(row)
-        except CannotScore as error:
-            return dict.fromkeys(RULES, Score(None, str(error)))
-        return await score_both(self, row, answer, policy=policy)
 
 
 async def score_answer(
@@ -343,27 +335,28 @@ class Scores:
 
 
 async def score_all(
-    benchmark: Benchmark, given: Sequence[Row], answers: Sequence[str], *, policy: str = "auto"
+    benchmark: Benchmark,
+    given: Sequence[Row],
+    answers: Sequence[str] | None = None,
+    *,
+    policy: str = "auto",
 ) -> Scores:
-    """Score `answers`, one a row. Raises SandboxUnavailable."""
-    pairs = zip(given, answers, strict=True)
-    return await _gather([score_both(benchmark, *pair, policy=policy) for pair in pairs])
-
-
-async def score_gold(benchmark: Benchmark, given: Sequence[Row], *, policy: str = "auto") -> Scores:
-    """Score each row's own gold answer: all 1.0 unless the data is faulty."""
-    return await _gather([benchmark.check_gold(row, policy=policy) for row in given])
-
-
-async def _gather(jobs: Sequence[Coroutine[Any, Any, dict[Rule, Score]]]) -> Scores:
+    """Score `answers`, one a row; None: each row's own gold answer, all 1.0 unless the data is
+    faulty. Raises SandboxUnavailable."""
     gate = asyncio.Semaphore(CONCURRENCY)
 
-    async def one(job: Coroutine[Any, Any, dict[Rule, Score]]) -> dict[Rule, Score]:
+    async def one(row: Row, answer: str | None) -> dict[Rule, Score]:
         async with gate:
-            return await job
+            try:
+                text = benchmark.gold(row) if answer is None else answer
+            except CannotScore as error:
+                return dict.fromkeys(RULES, Score(None, str(error)))
+            return await score_both(benchmark, row, text, policy=policy)
 
+    texts = [None] * len(given) if answers is None else answers
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(job)) for job in jobs]
+        pairs = zip(given, texts, strict=True)
+        tasks = [group.create_task(one(*pair)) for pair in pairs]
     return Scores(tuple(task.result() for task in tasks))
 
 

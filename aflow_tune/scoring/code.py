@@ -181,7 +181,7 @@ def _program(role: str) -> str:
 
 MAX_CHARACTERS = 100_000
 MAX_SEARCH_LINES = 400
-"""Lines of an answer that is no Python as a whole in which the published rule searches."""
+"""Lines in which the published rule searches, where the whole answer is not Python."""
 MAX_PARSED_LINES = 200_000
 """Lines that the search may parse, repeats counted: some seconds at most."""
 _FENCED = re.compile(

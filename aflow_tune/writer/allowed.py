@@ -176,7 +176,7 @@ class _Check:
     def __init__(self, workflow: ast.ClassDef | None, refusals: Refusals) -> None:
         self.workflow, self.refusals = workflow, refusals
         self.named: set[ast.AST] = set()
-        """Whose name is read: a class may be one, as in `error.__class__.__name__`."""
+        """Nodes whose `__name__` is read: a class may be one, as in `error.__class__.__name__`."""
         self.called: set[ast.AST] = set()
 
     def refuse(self, message: str, node: ast.AST) -> None:

@@ -60,7 +60,7 @@ def check_written(
     problem_type: str | None = None,
     limits: CheckLimits | None = None,
 ) -> Verdict:
-    """Check what a policy wrote. Raises for no text.
+    """Check what a policy wrote. Never raises.
 
     Args:
         operators: those that the graph may use, by name.
@@ -84,7 +84,7 @@ def check_graph_of(
     problem_type: str | None = None,
     limits: CheckLimits | None = None,
 ) -> Verdict:
-    """Check a workflow that has been read. Raises for no workflow; arguments as `check_written`."""
+    """Check a workflow that has been read; as `check_written`, whose arguments these are."""
     check = _Check(written, operators, problem_type, limits or CheckLimits())
     try:
         check.all()

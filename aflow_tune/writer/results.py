@@ -151,8 +151,7 @@ async def run_written(
         models: role by operator, instance or the graph's own name of a model.
         limits: `seconds` for everything together, the rest for each attempt.
         operators: those that a graph may use, by name.
-        fallbacks: False: a graph that passed the check is run once, and its failure is the
-            result; for whoever only wants to know whether it works.
+        fallbacks: False: a graph that passed the check is run once, to see whether it works.
 
     Raises:
         BudgetReached: the run's budget is used up.

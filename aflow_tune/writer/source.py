@@ -108,7 +108,7 @@ class Source:
             self._read(item, scope)
 
     def _outside(self, function: Function | ast.Lambda) -> list[ast.AST]:
-        """What of a function is evaluated where it stands."""
+        """The parts of a function that are evaluated where it is defined."""
         parts: list[ast.AST | None] = [*function.args.defaults, *function.args.kw_defaults]
         if not isinstance(function, ast.Lambda):
             parts += function.decorator_list

@@ -1,4 +1,4 @@
-"""What the writer's room speaks of: a written workflow, what is refused of it, and its bound."""
+"""The vocabulary of the writer's room: a written workflow, its refusals, its bound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ProblemType = Literal["math", "code", "qa"]
 PROBLEM_TYPES: tuple[ProblemType, ...] = ("math", "code", "qa")
 MAX_REFUSALS = 50
-"""Of one graph. What has more is not mended by reading on."""
+"""Refusals of one graph that are kept."""
 MAX_SHOWN = 60
 """Characters of a piece of source in a message."""
 

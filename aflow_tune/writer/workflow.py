@@ -500,8 +500,7 @@ def _role_faults(
     auxiliary: Mapping[str, AuxiliaryModel],
     operators: Mapping[str, type[Operator]],
 ) -> Iterator[Fault]:
-    """Models that nobody has, the tuned one among the frozen, operators that do not fit; `where` is
-    the key, here as below."""
+    """Roles and operators that do not exist, the tuned model as a frozen one; `where` is a key."""
     named = {"writer.executor": section.executor or ""}
     named |= {f"writer.models.{name}": role for name, role in section.models.items()}
     there = [role for role in settings if role != POLICY] + list(auxiliary)
@@ -530,7 +529,7 @@ def _role_faults(
 def _value_faults(
     section: WriterSection, operators: Mapping[str, type[Operator]], score: ScoreFunction | None
 ) -> Iterator[Fault]:
-    """Values of the section that cannot be, each by itself."""
+    """Values of the section that are wrong by themselves."""
     unknown = [name for name in dict.fromkeys(section.operators) if name not in operators]
     for name in unknown:
         cure = _near(name, operators, "name one of them, or add it to `operators:`")
