@@ -20,7 +20,7 @@ from typing import Any
 
 from aflow_tune.sandbox import detect
 from aflow_tune.scoring import Benchmark, find
-from aflow_tune.scoring.benchmarks import Scores, score_gold
+from aflow_tune.scoring.benchmarks import Scores, score_all
 
 DATA = Path(__file__).parents[2] / "shared/data/benchmarks"
 
@@ -28,7 +28,7 @@ DATA = Path(__file__).parents[2] / "shared/data/benchmarks"
 async def timed(benchmark: Benchmark, rows: list[dict[str, Any]]) -> tuple[float, Scores]:
     """Seconds for one round over the rows, and its scores."""
     started = time.perf_counter()
-    scores = await score_gold(benchmark, rows)
+    scores = await score_all(benchmark, rows)
     return time.perf_counter() - started, scores
 
 

@@ -20,9 +20,16 @@ from typing import Any
 
 from aflow_tune import JudgeOutput
 from aflow_tune.scoring import score_answer
-from aflow_tune.scoring.agent_reward import AgentRun, ToolCall, agent_reward, target_tools
 from aflow_tune.scoring.qa import hotpotqa_strict
-from aflow_tune.scoring.rewards import benchmark_of, reward_settings, scored
+from aflow_tune.scoring.rewards import (
+    AgentRun,
+    ToolCall,
+    agent_reward,
+    benchmark_of,
+    reward_settings,
+    scored,
+    target_tools,
+)
 
 
 async def agent_judge(task: dict, response: Any, logger: Any = None) -> JudgeOutput:

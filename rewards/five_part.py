@@ -12,8 +12,15 @@ from typing import Any
 
 from aflow_tune import JudgeOutput
 from aflow_tune.scoring import score_both
-from aflow_tune.scoring.five_part import Usage, five_part
-from aflow_tune.scoring.rewards import benchmark_of, logged, reward_settings, scored, text_of
+from aflow_tune.scoring.rewards import (
+    Usage,
+    benchmark_of,
+    five_part,
+    logged,
+    reward_settings,
+    scored,
+    text_of,
+)
 from aflow_tune.trace import Trace, current_trace
 
 

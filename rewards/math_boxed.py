@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from aflow_tune import JudgeOutput
-from aflow_tune.scoring.boxed import boxed
 from aflow_tune.scoring.mathematics import score_strict
+from aflow_tune.scoring.numbers import boxed
 from aflow_tune.scoring.rewards import scored, text_of
 
 __all__ = ["boxed", "math_boxed_reward", "math_judge"]

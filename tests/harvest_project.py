@@ -72,6 +72,25 @@ def write_templates(folder: Path, names: list[str]) -> Path:
     return folder
 
 
+CONFIG = """
+project: tests
+name: warm
+checkpoint_root_dir: {root}/runs
+seed: 3
+local: {{max_batch: 4}}
+model: {{model_path: nobody/no-such-model, max_model_len: 4096, max_response_tokens: 512}}
+writer: {{executor: executor, operators: [Custom, Programmer], benchmark: gsm8k, timeout: 30}}
+harvest: {{templates: {root}/templates, per_structure: null}}
+models:
+  executor:
+    {{model: frozen, base_url: {executor}, retries: 0, prices: {{input: 0.0, output: 0.0}}}}
+buffer:
+  explorer_input:
+    taskset: {{name: train, path: {root}/train.jsonl}}
+    eval_tasksets: [{{name: held_out, path: {root}/held_out.jsonl}}]
+"""
+
+
 def write_project(
     root: Path,
     executor: str,
@@ -80,45 +99,13 @@ def write_project(
     change: Callable[[dict[str, Any]], None] | None = None,
     problems: int = 8,
 ) -> Path:
-    """The project in `root`; returns the configuration's path.
-
-    Args:
-        executor: address of an OpenAI-compatible API.
-        change: edits the configuration before it is written.
-    """
+    """The project in `root`; returns the configuration's path. `executor` is the address of an
+    OpenAI-compatible API, `change` edits the configuration before it is written."""
     root.mkdir(parents=True, exist_ok=True)
     write_rows(root / "train.jsonl", rows(range(problems)))
     write_rows(root / "held_out.jsonl", rows(range(100, 103)))
     write_templates(root / "templates", list(TEMPLATES) if templates is None else templates)
-    free = {"input": 0.0, "output": 0.0}
-    content: dict[str, Any] = {
-        "project": "tests",
-        "name": "warm",
-        "checkpoint_root_dir": str(root / "runs"),
-        "seed": 3,
-        "local": {"max_batch": 4},
-        "model": {
-            "model_path": "nobody/no-such-model",
-            "max_model_len": 4096,
-            "max_response_tokens": 512,
-        },
-        "writer": {
-            "executor": "executor",
-            "operators": ["Custom", "Programmer"],
-            "benchmark": "gsm8k",
-            "timeout": 30,
-        },
-        "harvest": {"templates": str(root / "templates"), "per_structure": None},
-        "models": {
-            "executor": {"model": "frozen", "base_url": executor, "retries": 0, "prices": free}
-        },
-        "buffer": {
-            "explorer_input": {
-                "taskset": {"name": "train", "path": str(root / "train.jsonl")},
-                "eval_tasksets": [{"name": "held_out", "path": str(root / "held_out.jsonl")}],
-            }
-        },
-    }
+    content = yaml.safe_load(CONFIG.format(root=root, executor=executor))
     if change is not None:
         change(content)
     path = root / "config.yaml"

@@ -15,25 +15,18 @@ import pytest
 
 from aflow_tune.context import RolloutContext
 from aflow_tune.contract.plugins import resolve
-from aflow_tune.scoring.agent_reward import (
+from aflow_tune.scoring.asked_process import Undecided
+from aflow_tune.scoring.mathematics import equal_answers
+from aflow_tune.scoring.rewards import (
     AgentRun,
     ToolCall,
+    Usage,
     agent_reward,
     efficiency,
+    five_part,
     redundant_calls,
     timing,
     tool_accuracy,
-)
-from aflow_tune.scoring.asked_process import Undecided
-from aflow_tune.scoring.equality import equal_answers
-from aflow_tune.scoring.five_part import (
-    Usage,
-    correctness_part,
-    efficiency_part,
-    five_part,
-    format_part,
-    repetition_part,
-    simplicity_part,
 )
 from aflow_tune.sections import AgentRewardSection, FivePartSection, RewardsSection
 from aflow_tune.trace import ModelCall, OperatorCall, Trace
@@ -79,7 +72,7 @@ def test_answers_are_compared_from_many_threads_and_without_end() -> None:
 def test_the_comparing_process_ends_with_its_parent() -> None:
     code = (
         "import os, psutil, signal\n"
-        "from aflow_tune.scoring.equality import equal_answers\n"
+        "from aflow_tune.scoring.mathematics import equal_answers\n"
         "assert equal_answers('0.5', '\\\\frac12')\n"
         "print(psutil.Process().children()[0].pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -90,19 +83,22 @@ def test_the_comparing_process_ends_with_its_parent() -> None:
 
 
 def test_the_five_parts_by_hand() -> None:
-    assert [correctness_part(value) for value in (-1, 0.4, 2)] == [0.0, 0.4, 1.0]
+    def part(name: str, score: float = 1.0, answer: str = "", usage: Usage = NOTHING) -> Any:
+        return five_part(score, answer, usage, form=r"[^\s]").parts[name]
+
+    assert [part("correctness", value) for value in (-1, 0.4, 2)] == [0.0, 0.4, 1.0]
     usage = Usage(usd=0.004, tokens=2048, seconds=15.0, operators=4)
-    assert efficiency_part(usage, 0.01, 8192) == pytest.approx(0.6)
-    assert efficiency_part(Usage(None, 2048, 0, 0), 0.01, 8192) == pytest.approx(0.75)
-    assert efficiency_part(Usage(None, None, 0, 0), 0.01, 8192) is None
+    # 1 - 0.004 / 0.01; without money 1 - 2048 / 8192
+    assert part("efficiency", usage=usage) == pytest.approx(0.6)
+    assert part("efficiency", usage=Usage(None, 2048, 0, 0)) == pytest.approx(0.75)
+    assert part("efficiency", usage=Usage(None, None, 0, 0)) is None
     # (1 - 15/60 + 1 - 4/10) / 2
-    assert simplicity_part(usage, 60.0, 10) == pytest.approx(0.675)
-    assert simplicity_part(Usage(0.0, 0, 600.0, 100), 60.0, 10) == 0
-    assert [format_part(text, r"\\boxed") for text in ("42", r"\boxed{1}")] == [0, 1]
-    assert format_part(" \n") == 0
+    assert part("simplicity", usage=usage) == pytest.approx(0.675)
+    assert part("simplicity", usage=Usage(0.0, 0, 600.0, 100)) == 0
+    assert [part("format", answer=text) for text in ("42", " \n")] == [1, 0]
     # a b c d, b c d a, c d a b, d a b c, a b c d: one of five is a repeat
-    assert repetition_part("a b c d a b c D") == pytest.approx(0.8)
-    assert repetition_part("a b c") == 1
+    assert part("repetition", answer="a b c d a b c D") == pytest.approx(0.8)
+    assert part("repetition", answer="a b c") == 1
 
 
 def test_the_sum_of_five_parts_by_hand() -> None:

@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from aflow_tune.scoring import mathematics, numbers, qa
-from aflow_tune.scoring.asked_process import Undecided
-from aflow_tune.scoring.equality import published_equal
-from aflow_tune.scoring.expressions import Refused, check_expression
+from aflow_tune.scoring.asked_process import Refused, Undecided, check_expression
+from aflow_tune.scoring.mathematics import published_equal
 
 _FILE = Path(__file__).with_name("scored_answers.yaml")
 SCORED: dict[str, list[list[Any]]] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))

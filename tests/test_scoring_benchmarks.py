@@ -14,8 +14,8 @@ from aflow_tune.errors import BadInput
 from aflow_tune.sandbox import run_program_sync
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.scoring import BENCHMARKS, find, score_answer, score_both
-from aflow_tune.scoring.benchmarks import Scores, score_all, score_gold
-from aflow_tune.scoring.boxed import shallow_boxed
+from aflow_tune.scoring.benchmarks import Scores, score_all
+from aflow_tune.scoring.numbers import shallow_boxed
 from aflow_tune.scoring.types import RULES, Score
 
 Row = dict[str, Any]
@@ -29,7 +29,7 @@ def _need_sandbox() -> None:
 
 
 def _gold(name: str, rows: Sequence[Row]) -> Scores:
-    return asyncio.run(score_gold(BENCHMARKS[name], rows))
+    return asyncio.run(score_all(BENCHMARKS[name], rows))
 
 
 def _altered(name: str, rows: Sequence[Row], alter: Callable[[str], str]) -> Scores:
@@ -161,7 +161,7 @@ def test_reasoning_gym() -> None:
     benchmark = find("reasoning_gym:leg_counting")
     rows = gym.make_rows("leg_counting", 3, seed=1)
     assert rows == gym.make_rows("leg_counting", 3, seed=1)
-    assert set(asyncio.run(score_gold(benchmark, rows)).values("strict")) == {1.0}
+    assert set(asyncio.run(score_all(benchmark, rows)).values("strict")) == {1.0}
     scores = asyncio.run(score_both(benchmark, rows[0], f"{rows[0]['answer']} or 12"))
     assert scores["strict"].value == 0
     assert 0 < scores["published"].value < 1

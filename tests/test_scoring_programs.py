@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from aflow_tune.scoring import _values as values
-from aflow_tune.scoring.programs import NoProgram, published_program, strict_program
+from aflow_tune.scoring import _graded as values
+from aflow_tune.scoring.code import NoProgram, published_program, strict_program
 
 SQUARE = "def square(x):\n    return x * x"
 

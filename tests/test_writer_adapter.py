@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_server import FaultyServer, Step
 from project import run_dir, write_project
 from scripted_server import ScriptedModel, ScriptedRunner, ScriptedServer, make_task
 from writer_samples import ONE, RAISES, TWO, text, writer
 
 from aflow_tune.engines.trinity.rollout.operators import CALLER_KEY, STATE_KEY, AnchorRate
+from aflow_tune.models.clients import RunSpend
+from aflow_tune.models.spend import Spend
+from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
 from aflow_tune.writer.prompting import KEEP
 
 # isort: split
@@ -87,6 +91,49 @@ def test_turns_are_steps_with_anchor_states_and_both_algorithms_take_them() -> N
         assert all(exp.advantages is not None for exp in advised)
 
 
+def test_an_executor_of_the_configurations_models_is_counted_and_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an evaluation: `models:` answer through the run's budget, and `--cache` keeps it."""
+    # Servers of this machine are not cached; this one stands for one that is elsewhere.
+    monkeypatch.setattr("aflow_tune.models.cache.is_local", lambda address: False)
+    with ScriptedServer(lambda _: text()) as policy, FaultyServer([Step(text="4")]) as executor:
+        prices = PriceSettings(1.0, 1.0)
+        settings = ModelSettings(model="frozen", base_url=executor.openai_url, prices=prices)
+        account, limits = str(tmp_path / "account.sqlite"), BudgetSection(calls=100)
+        books = RunSpend(account, limits, {"executor": settings})
+        runner = ScriptedRunner(ScriptedModel(policy.url), [], "sequential")
+        for batch in ("0/held_out", "1/held_out"):
+            folders = {"cache": str(tmp_path / "cache"), "eval_dir": str(tmp_path / "evaluations")}
+            task = make_task(
+                writer(**SETTINGS), is_eval=True, batch_id=batch, books=books, **folders
+            )
+            status, _ = asyncio.run(runner.run_task(task, batch, repeat_times=1))
+            assert status.ok, status.message
+        assert len(executor.requests) == 1
+    for step in (0, 1):
+        record = json.loads((tmp_path / f"evaluations/held_out/step_{step}.jsonl").read_text())
+        assert record["metrics"]["correct_clean"] == 1.0
+        assert record["kept"]["writer"]["answer"] == "4"
+    assert Spend(path=account).spent("executor").calls == 1
+
+
+WATCHING = """
+from typing import Dict
+
+from agentscope.model import TrinityChatModel
+
+from aflow_tune.context import keep
+
+
+async def watching(task: Dict, model: TrinityChatModel, auxiliary_models: Dict) -> float:
+    texts = []
+    for asked in (auxiliary_models["executor"], model):
+        reply = await asked([{"role": "user", "content": "Say something."}])
+        texts.append(reply.content[0]["text"] if reply.content else "")
+    keep("said", texts)
+    return sum(c.isalpha() for c in texts[1]) / max(1, len(texts[1]))
+"""
 AUXILIARY = """
   auxiliary_models:
     - {{name: executor, model_path: {model}, temperature: {temperature}, max_response_tokens: 12}}
@@ -98,6 +145,30 @@ def with_auxiliary(config: Path, model: Path, temperature: float) -> str:
     return config.read_text().replace(
         "explorer: {eval_interval: 2}\n", f"explorer:\n  eval_interval: 2{more}"
     )
+
+
+@pytest.mark.slow
+def test_an_auxiliary_model_keeps_its_weights_while_the_policy_is_trained(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Greedy answers to one question: the executor's stay, although it began as the policy."""
+    from aflow_tune.report.records import read_records
+    from aflow_tune.tuning import run_config
+
+    config = write_project(tmp_path, tiny_model_dir, workflow=WATCHING)
+    written = with_auxiliary(config, tiny_model_dir, 0.0)
+    written = written.replace("flow.py:two_calls", "flow.py:watching")
+    config.write_text(written.replace("score: letters", "score: reward"))
+    overrides = ["algorithm.optimizer.lr=0.05", "deterministic=true"]
+    assert run_config(config, overrides, inline=True).steps_done == 2
+    said = []
+    for at in (0, 2):
+        file = run_dir(tmp_path) / "evaluations" / "held_out" / f"step_{at}.jsonl"
+        said.append([record.kept["said"] for record in read_records(file)])
+    frozen = [{executor for executor, _ in texts} for texts in said]
+    assert frozen[0] == frozen[1]
+    assert len(frozen[0]) == 1
+    assert {policy for _, policy in said[0]} != {policy for _, policy in said[1]}
 
 
 @pytest.mark.slow

@@ -115,33 +115,6 @@ def test_tokens_and_money() -> None:
     assert CheckLimits(model_calls=20, usd=0.5).affordable_calls == 20
 
 
-ALIASES = {
-    "a method of the class": "for n in range(9):\n    list.append(xs, n)",
-    "a method that is handed over": "list(map(xs.append, range(9)))",
-    "a lambda": "list(map(lambda n: xs.append(n), range(9)))",
-    "a heap": "import heapq\nfor n in range(9):\n    heapq.heappush(xs, n)",
-    "an unknown object": 'import json\nd = json.loads("{}")\nd["x"] = xs\nfor n in range(9):\n'
-    '    d["x"].append(n)',
-    "a helper": "def fill(ys):\n    for n in range(9):\n        ys.append(n)\nfill(xs)",
-    "times": "xs.append(0)\nys = xs\nys *= 9",
-    "a slice": "xs[0:0] = range(9)",
-    "a generator": "gs = (x for x in xs)\nfor n in range(9):\n    xs.append(n)\nxs = gs",
-    "setdefault": 'd = {}\nfor n in range(9):\n    d.setdefault("x", xs).append(n)',
-    "one of two": "ys = []\nzs = xs if problem else ys\nfor n in range(9):\n    zs.append(n)",
-    "a class's copy": "import copy\nxs = copy.copy(list(range(9)))",
-}
-
-
-@pytest.mark.parametrize("name", ALIASES)
-def test_lists_that_are_filled_out_of_sight_are_not_counted_too_low(name: str) -> None:
-    code = workflow(loop("for x in xs:", f"xs = []\n{ALIASES[name]}"))
-    counted = calls_of(code)
-    model, limits = ScriptedModel(lambda _: "fine"), GraphLimits(seconds=20)
-    graph = Graph("g", {"graph.py": code}, trust=True)
-    assert asyncio.run(graph.run("a b c", model=model, limits=limits)).calls == 9
-    assert counted is None or counted[0] >= 9
-
-
 def test_no_run_of_a_graph_that_passes_uses_more_than_its_bound() -> None:
     chance = random.Random(11)
     words = ("", "1", "no", "<answer>2</answer>", "<review_result>false</review_result>", "A", "x")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from aflow_tune.operators import OPERATORS
-from aflow_tune.writer.prompting import PLACEHOLDERS, Turn, policy_messages, template_faults
+from aflow_tune.writer.prompting import PLACEHOLDERS, policy_messages, template_faults
 from aflow_tune.writer.types import CheckLimits
 
 LIMITS = CheckLimits(model_calls=6)
@@ -48,7 +48,7 @@ def test_faults_of_a_template() -> None:
 
 
 def test_earlier_turns_stand_behind_the_problem() -> None:
-    earlier = [Turn("one", "it failed"), Turn("two", "it answered 4")]
+    earlier = [("one", "it failed"), ("two", "it answered 4")]
     messages = policy_messages(
         "P",
         operators={"Custom": OPERATORS["Custom"]},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aflow_tune.scoring.five_part import Usage
+from aflow_tune.scoring.rewards import Usage
 from aflow_tune.sections import FivePartSection
 from aflow_tune.writer.results import writer_reward, writing_form
 from aflow_tune.writer.types import Level, Refusal, RefusalKind, WrittenForm

@@ -52,25 +52,10 @@ def test_a_clean_run_is_scored_rewarded_and_kept() -> None:
     assert record["parts"]["simplicity"] == pytest.approx(simplicity, abs=1e-4)
     total = 0.65 + 0.15 * record["parts"]["efficiency"] + 0.1 * record["parts"]["simplicity"] + 0.1
     assert ran.reward == pytest.approx(20 * (0.1 + 0.9 * total) - 10)
-    plain = {
-        "problem": "What is 1+2?",
-        "problem_type": "math",
-        "turns": 1,
-        "text": text(),
-        "prompts": PROMPTS,
-        "form": "hybrid",
-        "valid": True,
-        "refusals": [],
-        "level": 0,
-        "operators": {"Custom": 1},
-        "nodes": 1,
-        "ending": "answered",
-        "reason": "",
-        "answer": "It is 3",
-        "score": 1.0,
-        "tokens": 110,
-        "calls": 1,
-    }
+    plain: dict[str, Any] = {"problem": "What is 1+2?", "problem_type": "math", "turns": 1}
+    plain |= {"text": text(), "prompts": PROMPTS, "form": "hybrid", "valid": True, "refusals": []}
+    plain |= {"level": 0, "operators": {"Custom": 1}, "nodes": 1, "ending": "answered"}
+    plain |= {"reason": "", "answer": "It is 3", "score": 1.0, "tokens": 110, "calls": 1}
     assert {name: record[name] for name in plain} == plain
     assert record["code"].strip() == ONE.strip()
     assert record["structure"]

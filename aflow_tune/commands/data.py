@@ -212,7 +212,7 @@ def _rows(
     """The rows of one source, and the hash of the file that they were read from."""
     from aflow_tune.data.rows import file_format
     from aflow_tune.scoring import gym
-    from aflow_tune.scoring.rows import HubSource, plain_row, read_hub
+    from aflow_tune.scoring.rows import HubSource, read_hub
 
     if benchmark is not None and not where and benchmark.name.startswith(gym.PREFIX):
         # Some of what it makes may be equal or too similar: twice as many as can be needed.
@@ -228,7 +228,7 @@ def _rows(
     if dataset and not path.exists() and not path.parent.is_dir() and not file_format(path):
         # NAME[:CONFIGURATION]:SPLIT; the split is `train` where none is given
         subset, split = (dataset[2], dataset[3]) if dataset[3] else (None, dataset[2] or "train")
-        to_row = benchmark.hub.to_row if benchmark and benchmark.hub else plain_row
+        to_row = benchmark.hub.to_row if benchmark and benchmark.hub else dict
         return read_hub(HubSource(dataset[1], subset, split, to_row)), None
     table = _read_file(path)
     if benchmark is not None:

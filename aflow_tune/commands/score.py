@@ -69,15 +69,12 @@ def add_parser(commands: Any) -> None:
 def _score(options: argparse.Namespace) -> int:
     import asyncio
 
-    from aflow_tune.scoring.benchmarks import find, read_answers, score_all, score_gold
+    from aflow_tune.scoring.benchmarks import find, read_answers, score_all
 
     benchmark = find(options.benchmark)
     rows = benchmark.load(options.data, options.split)
-    if options.self_check:
-        scores = asyncio.run(score_gold(benchmark, rows, policy=options.sandbox))
-    else:
-        answers = read_answers(options.answers, len(rows))
-        scores = asyncio.run(score_all(benchmark, rows, answers, policy=options.sandbox))
+    answers = None if options.self_check else read_answers(options.answers, len(rows))
+    scores = asyncio.run(score_all(benchmark, rows, answers, policy=options.sandbox))
     if options.json:
         print(json.dumps(scores.to_json()))
     else:

@@ -33,7 +33,7 @@ from aflow_tune.report.page import TONES, plain_text, write_page
 from aflow_tune.report.quantities import TRACE_METRICS
 from aflow_tune.report.records import EvalRecord
 from aflow_tune.report.statistics import Interval, mean, standard_deviation
-from aflow_tune.scoring.agent_reward import efficiency, target_tools, timing, tool_accuracy
+from aflow_tune.scoring.rewards import efficiency, target_tools, timing, tool_accuracy
 from aflow_tune.sections import AgentRewardSection
 
 VERSION = 1

@@ -58,24 +58,14 @@ def template_candidates(
 
 
 def read_templates(folder: Path, where: str) -> list[Template]:
-    """The templates of a user's folder: a YAML each, as the shipped ones are written.
-
-    Args:
-        where: the setting that names the folder, for messages.
-
-    Raises:
-        BadInput: with every file that is no template.
-    """
+    """The templates of a user's folder, a YAML each as the shipped ones are; `where` is the setting
+    that names the folder. Raises BadInput: with every file that is no template."""
     files = sorted(folder.glob("*.yaml")) if folder.is_dir() else []
     if not files:
-        raise BadInput.of(
-            "There are no templates.",
-            where,
-            "a folder with a .yaml for each template",
-            f"{folder}: {'no .yaml file there' if folder.is_dir() else 'no such folder'}",
-            "name a folder of templates, or leave it out for the shipped ones",
-        )
-    found: list[Template] = []
+        found, cure = f"none in {folder}", "name a folder of templates, or leave it out"
+        title, expected = "There are no templates.", "a folder with a .yaml for each template"
+        raise BadInput.of(title, where, expected, found, cure)
+    templates: list[Template] = []
     faults: list[Fault] = []
     for file in files:
         try:
@@ -84,31 +74,28 @@ def read_templates(folder: Path, where: str) -> list[Template]:
             shown = " ".join(str(error).split())[:200]
             faults.append(Fault(str(file), "YAML in UTF-8", shown, "correct the file"))
             continue
-        wrong = _faults_of(held, str(file))
+        if not isinstance(held, Mapping):
+            cure = "write problem_types, prompts and graph_code"
+            faults.append(Fault(str(file), "an object", f"{held!r:.80}", cure))
+            continue
+        types = held.get("problem_types")
+        known = isinstance(types, list) and bool(types) and {*map(str, types)} <= {*PROBLEM_TYPES}
+        checks = {
+            "problem_types": (known, f"a list of {', '.join(PROBLEM_TYPES)}"),
+            "prompts": (_are_texts(held.get("prompts") or {}), "an object from instances to texts"),
+            "graph_code": (isinstance(held.get("graph_code"), str), "Python: `class Workflow`"),
+        }
+        wrong = [
+            Fault(f"{file}: {name}", expected, f"{held.get(name)!r:.80}", f"correct {name}")
+            for name, (holds, expected) in checks.items()
+            if not holds
+        ]
         faults += wrong
         if not wrong:
-            found.append(Template.of(file.stem, held))
+            templates.append(Template.of(file.stem, held))
     if faults:
         raise BadInput("The templates cannot be used.", faults)
-    return found
-
-
-def _faults_of(held: Any, where: str) -> list[Fault]:
-    if not isinstance(held, Mapping):
-        cure = "write problem_types, prompts and graph_code"
-        return [Fault(where, "an object", f"{held!r:.80}", cure)]
-    types, prompts, code = held.get("problem_types"), held.get("prompts"), held.get("graph_code")
-    known = isinstance(types, list) and bool(types) and {*map(str, types)} <= {*PROBLEM_TYPES}
-    checks = (
-        ("problem_types", known, types, f"a list of {', '.join(PROBLEM_TYPES)}"),
-        ("prompts", _are_texts(prompts or {}), prompts, "an object from instances to texts"),
-        ("graph_code", isinstance(code, str), code, "Python: `class Workflow`"),
-    )
-    return [
-        Fault(f"{where}: {name}", expected, f"{found!r:.80}", f"correct {name}")
-        for name, holds, found, expected in checks
-        if not holds
-    ]
+    return templates
 
 
 def past_candidates(

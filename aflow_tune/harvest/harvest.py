@@ -2,9 +2,8 @@
 
 Each problem gets candidates (`candidates.py`, and a teacher who is asked with the prompt of the
 policy); each is checked, executed and scored by the workflow that training runs. Of those that
-solved their problem `choose` takes the pairs. Nothing that was answered or executed is done twice:
-journals on disk are read when the same harvest begins again. What failed for reasons that pass,
-such as a server that did not answer, is not in them.
+solved their problem `choose` takes the pairs. What was answered or executed is in journals on disk
+and is not done twice; what failed for a reason that may pass, such as a silent server, is not.
 """
 
 from __future__ import annotations
@@ -74,14 +73,12 @@ class Trial:
     usd: float | None = 0.0
     seconds: float = 0.0
 
-    def __post_init__(self) -> None:
-        """Fields as a file holds them become what they are. Raises ValueError, TypeError."""
+    def __post_init__(self) -> None:  # fields as a file holds them become what they are
         object.__setattr__(self, "ending", TrialEnding(self.ending))
         object.__setattr__(self, "refusals", tuple(self.refusals))
 
     @property
     def key(self) -> tuple[str, str]:
-        """What was tried."""
         return self.problem, text_key(self.text)
 
 
@@ -97,7 +94,6 @@ class Lesson:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What was asked."""
         return self.question, str(self.number)
 
 
@@ -204,13 +200,24 @@ class Harvest:
         trials = sorted(self._found.values(), key=lambda trial: order[trial.problem])
         least = self.settings.min_score
         solved = [trial for trial in trials if trial.score is not None and trial.score >= least]
-        pairs, dropped, share = choose(
-            solved,
-            per_problem=self.settings.per_problem,
-            per_structure=self.settings.per_structure,
-            seed=self.seed,
-        )
-        rows = [self._row(self.problems[order[pair.problem]], pair) for pair in pairs]
+        shares = {"per_problem": self.settings.per_problem, "seed": self.seed}
+        most = self.settings.per_structure
+        pairs, dropped, share = choose(solved, per_structure=most, **shares)
+        rows = []
+        for pair in pairs:
+            problem, candidate = self.problems[order[pair.problem]], self._tried[pair.key]
+            answer = {"role": "assistant", "content": pair.text}
+            row = {
+                "messages": [*self._messages(problem), answer],
+                "problem": problem.text,
+                "problem_type": problem.problem_type,
+                "source": candidate.source,
+                "name": candidate.name,
+                "structure": pair.structure or "",
+                "score": pair.score,
+                "reward": pair.reward or 0.0,
+            }
+            rows.append(row)
         counts = self._counts(trials, solved) | {
             "kept": len(rows),
             "kept_by_source": dict(Counter(row["source"] for row in rows)),
@@ -221,8 +228,8 @@ class Harvest:
         return rows, counts
 
     def _messages(self, problem: Problem) -> list[dict[str, str]]:
-        form = self.workflow.answer_form_of(problem.row)
         asked = problem.text, problem.problem_type, problem.entry_point
+        form = self.workflow.answer_form_of(problem.row)
         return self.workflow.messages(*asked, answer_form=form)
 
     async def _try(self, problem: Problem, candidate: Candidate) -> None:
@@ -300,12 +307,10 @@ class Harvest:
                 "slow executor, or too much at once (local.max_batch)"
             )
         clean = kept.get("level") == Level.CLEAN and kept.get("ending") == GraphEnding.ANSWERED
-        ending, reason = TrialEnding.SCORED, ""
+        scored = reward is not None and not unscored and (clean or not kept)
+        ending, reason = (TrialEnding.SCORED, "") if scored else (TrialEnding.UNSCORED, unscored)
         if kept and not clean:
             ending, reason = TrialEnding.FAILED, str(kept["reason"])
-        elif unscored or reward is None:
-            ending, reason = TrialEnding.UNSCORED, unscored
-        scored = ending is TrialEnding.SCORED
         return Trial(
             problem.key,
             text,
@@ -320,20 +325,6 @@ class Harvest:
             usd=kept.get("usd", 0.0),
             seconds=float(kept.get("seconds") or 0.0),
         )
-
-    def _row(self, problem: Problem, pair: Trial) -> dict[str, Any]:
-        candidate = self._tried[pair.key]
-        answer = {"role": "assistant", "content": pair.text}
-        return {
-            "messages": [*self._messages(problem), answer],
-            "problem": problem.text,
-            "problem_type": problem.problem_type,
-            "source": candidate.source,
-            "name": candidate.name,
-            "structure": pair.structure or "",
-            "score": pair.score,
-            "reward": pair.reward or 0.0,
-        }
 
     def _counts(self, trials: Sequence[Trial], solved: Sequence[Trial]) -> dict[str, Any]:
         endings = Counter(trial.ending for trial in trials)
@@ -364,22 +355,20 @@ class Harvest:
 def choose(
     solved: Sequence[Trial], *, per_problem: int = 1, per_structure: float | None = None, seed: int
 ) -> tuple[list[Trial], int, float | None]:
-    """Which of the graphs that solved their problems become training pairs.
+    """Which of the graphs that solved their problems become training pairs: pairs in the order of
+    their problems, how many the cap dropped, and the share in force.
 
     Of each problem the highest reward wins, that is the cheapest and simplest graph. So that the
     policy does not learn to recite one graph, a cap on each structure's share moves problems to
-    another graph that solved them too, those first that lose the least reward by it; what is still
-    too much is dropped, the lowest rewards first.
+    another graph that solved them too, at the least loss of reward; what is still too much is
+    dropped, the lowest rewards first.
 
     Args:
         solved: in the order of the problems.
         per_problem: most pairs of one problem, each of another structure.
-        per_structure: most of one structure among all pairs, as a share above 0. With fewer than
-            1 / share structures it cannot be kept: then all get equal shares.
+        per_structure: most of one structure among all pairs, as a share above 0; at least equal
+            shares for all structures.
         seed: decides between equal rewards.
-
-    Returns:
-        The pairs in the order of their problems, how many the cap dropped, and the share in force.
     """
     order = {problem: at for at, problem in enumerate(dict.fromkeys(s.problem for s in solved))}
     # By problem, the best graph of each structure, best structure first.
@@ -411,39 +400,31 @@ def _move(kept: dict[str, list[Trial]], best: dict[str, dict[str, Trial]], share
             if target not in {held.structure for held in items}
         )
         for _, problem, target in moves:
-            if counts[crowded] <= most:
-                break
-            held = {item.structure for item in kept[problem]}
-            if counts[target] >= most or crowded not in held or target in held:
-                continue
-            kept[problem] = [
-                best[problem][target] if item.structure == crowded else item
-                for item in kept[problem]
-            ]
-            counts[crowded] -= 1
-            counts[target] += 1
+            held = [item.structure for item in kept[problem]]
+            free = counts[target] < most < counts[crowded]
+            if free and crowded in held and target not in held:
+                kept[problem][held.index(crowded)] = best[problem][target]
+                counts[crowded] -= 1
+                counts[target] += 1
 
 
 def _trim(kept: dict[str, list[Trial]], share: float, seed: int) -> int:
     """Drop what is above the share of all that then remain; returns how many."""
     by_structure: dict[str | None, list[Trial]] = defaultdict(list)
-    for items in kept.values():
-        for item in items:
-            by_structure[item.structure].append(item)
+    for item in [item for items in kept.values() for item in items]:
+        by_structure[item.structure].append(item)
     counts = [len(items) for items in by_structure.values()]
     # With at most `most` of each, so many remain; the share of `most` in it falls as it grows.
-    fitting = [
-        most
-        for most in range(1, max(counts) + 1)
-        if most <= share * sum(min(count, most) for count in counts) + 1e-9
+    most = 1
+    for wider in range(2, max(counts) + 1):
+        if wider <= share * sum(min(count, wider) for count in counts) + 1e-9:
+            most = wider
+    surplus = [
+        sorted(items, key=lambda item: _rank(item, seed))[most:] for items in by_structure.values()
     ]
-    most = max(fitting, default=1)
-    dropped = 0
-    for items in by_structure.values():
-        for item in sorted(items, key=lambda item: _rank(item, seed))[most:]:
-            kept[item.problem].remove(item)
-            dropped += 1
-    return dropped
+    for item in [item for items in surplus for item in items]:
+        kept[item.problem].remove(item)
+    return sum(map(len, surplus))
 
 
 def _rank(item: Trial, seed: int) -> tuple[float, bytes]:

@@ -35,9 +35,8 @@ from aflow_tune.operators.python_code import program_in
 from aflow_tune.sandbox import run_program
 from aflow_tune.sandbox.policy import installed, meant, parts
 from aflow_tune.sandbox.types import Ending, Execution, Limits, SandboxUnavailable
-from aflow_tune.scoring.boxed import boxed_if_asked
-from aflow_tune.scoring.code import check_code
-from aflow_tune.scoring.programs import helpers_of
+from aflow_tune.scoring.code import check_code, helpers_of
+from aflow_tune.scoring.numbers import boxed_if_asked
 
 PROGRAMS = 3
 MAX_PROGRAMS = 10  # how many programs are written at most, the first included

@@ -7,7 +7,7 @@ blocks the whole text, or the part of it from the first line that looks like cod
 is run here, only parsed.
 
 How programs are found in answers that are to be scored is another matter, with its published
-and strict rules: `aflow_tune.scoring.programs`.
+and strict rules: `aflow_tune.scoring.code`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from aflow_tune.scoring.programs import MAX_CHARACTERS
+from aflow_tune.scoring.code import MAX_CHARACTERS
 
 MAX_BLOCKS = 20  # of more fenced blocks the last ones are looked at
 MAX_FENCES = 4_000  # of more lines with fences the last ones are looked at

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.files import append_line, as_line
-from aflow_tune.scoring.boxed import boxed_answers
+from aflow_tune.scoring.numbers import boxed_answers
 from aflow_tune.trace import POLICY, ModelCall, OperatorCall, Trace
 
 MAX_REASON = 600

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import functools
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from typing import Any
 from aflow_tune.errors import AflowTuneError, BadInput
 from aflow_tune.sandbox.types import Limits
 from aflow_tune.scoring import gym, mathematics, numbers, qa, rows
-from aflow_tune.scoring.code import check_code, check_together
-from aflow_tune.scoring.programs import (
+from aflow_tune.scoring.code import (
     NoProgram,
+    check_code,
+    check_together,
     helpers_of,
     may_clash,
     published_program,
@@ -46,8 +47,8 @@ class Benchmark:
         question: what a workflow is asked.
         gold: an answer that must score 1. Raises CannotScore where the row has none.
         scorers: None for benchmarks of code, whose answers are programs that run.
-        answer_form: what whoever answers is told about the form in which an answer is scored; a
-            line of a comment for code, empty where the questions tell.
+        answer_form: what a model is told about the form of an answer: a comment for code, empty
+            where the questions say it.
         form: a regular expression that is found in an answer of that form.
     """
 
@@ -74,14 +75,6 @@ class Benchmark:
             title, where = f"{self.name} does not lie on the hub", f"benchmark {self.name}"
             raise BadInput.of(title, where, "a file of rows", "none", "give a local file")
         return rows.read_hub(self.hub, split)
-
-    async def check_gold(self, row: Row, policy: str = "auto") -> dict[Rule, Score]:
-        """How the row's own gold answer scores: 1.0 unless the data is faulty."""
-        try:
-            answer = self.gold(row)
-        except CannotScore as error:
-            return dict.fromkeys(RULES, Score(None, str(error)))
-        return await score_both(self, row, answer, policy=policy)
 
 
 async def score_answer(
@@ -161,31 +154,25 @@ async def _score(
         if benchmark.scorers is not None:
             # Some ask a child process and wait.
             return await asyncio.to_thread(benchmark.scorers[rule], answer, row)
-        return await _score_code(row, answer, rule, policy, passes_together)
+        tests, entry_point = row["test"], row["entry_point"]
+        try:
+            program = await asyncio.to_thread(_PROGRAMS[rule], answer, entry_point)
+        except NoProgram as error:
+            if rule == "published":  # a bound of ours, which the published rule does not have
+                raise
+            return wrong(str(error))
+        graded: dict[str, Any] = {"limits": CODE_LIMITS, "policy": policy}
+        if rule == "strict" or entry_point in PUBLISHED_HELPERS:
+            graded["helpers"] = helpers_of(row["prompt"], entry_point)
+        if rule == "published":
+            verdict = await check_together(program, tests, entry_point, **graded)
+        else:
+            graded["passes_together"] = passes_together
+            verdict = await check_code(program, tests, entry_point, **graded)
     except AflowTuneError:
         raise
     except Exception as error:
         return Score(None, f"{type(error).__name__}: {error}"[:500])
-
-
-async def _score_code(
-    row: Row, answer: str, rule: Rule, policy: str, passes_together: bool
-) -> Score:
-    entry_point = row["entry_point"]
-    try:
-        program = await asyncio.to_thread(_PROGRAMS[rule], answer, entry_point)
-    except NoProgram as error:
-        if rule == "published":  # a bound of ours, which the published rule does not have
-            raise
-        return wrong(str(error))
-    graded: dict[str, Any] = {"limits": CODE_LIMITS, "policy": policy}
-    if rule == "strict" or entry_point in PUBLISHED_HELPERS:
-        graded["helpers"] = helpers_of(row["prompt"], entry_point)
-    if rule == "published":
-        verdict = await check_together(program, row["test"], entry_point, **graded)
-    else:
-        graded["passes_together"] = passes_together
-        verdict = await check_code(program, row["test"], entry_point, **graded)
     if verdict.passed is None:
         return Score(None, verdict.reason)
     return RIGHT if verdict.passed else wrong(verdict.reason)
@@ -206,10 +193,9 @@ def _told_by_published(row: Row, answer: str, passes: bool) -> bool:
         programs = [program_in(answer, entry_point) for program_in in _PROGRAMS.values()]
     except NoProgram:
         return False
-    if not passes:
-        more = entry_point not in PUBLISHED_HELPERS and helpers_of(row["prompt"], entry_point)
-        if more or may_clash(programs[0], row["test"]):
-            return False
+    more = entry_point not in PUBLISHED_HELPERS and helpers_of(row["prompt"], entry_point)
+    if not passes and (more or may_clash(programs[0], row["test"])):
+        return False
     return same_program(*programs)
 
 
@@ -240,8 +226,7 @@ _CODE_FORM = r"^\s*(?:async\s+)?def\s"
 
 
 def _hotpotqa_question(row: Row) -> str:
-    paragraphs = (" ".join(item[1]) for item in row["context"] if isinstance(item[1], list))
-    context = "\n".join(paragraphs)
+    context = "\n".join(" ".join(item[1]) for item in row["context"] if isinstance(item[1], list))
     return f"Context: {context}\n\nQuestion: {row['question']}\n\n{_ANSWER}"
 
 
@@ -261,7 +246,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         question=lambda row: row["question"],
         gold=lambda row: row["answer"],
         scorers=_by(numbers.score_strict, numbers.score_published, "answer"),
-        hub=HubSource("openai/gsm8k", "main", "test", rows.plain_row),
+        hub=HubSource("openai/gsm8k", "main", "test"),
         answer_form="The answer is one number, at the end of what is written.",
         form=r"\d",
     ),
@@ -271,7 +256,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         question=lambda row: row["problem"],
         gold=lambda row: row["solution"],
         scorers=_by(mathematics.score_strict, mathematics.score_published, "solution"),
-        hub=HubSource("HuggingFaceH4/MATH-500", None, "test", rows.plain_row),
+        hub=HubSource("HuggingFaceH4/MATH-500", None, "test"),
         answer_form=r"The answer stands in \boxed{}, once, at the end of what is written.",
         form=r"\\boxed",
     ),
@@ -280,7 +265,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         fields={"prompt": str, "entry_point": str, "canonical_solution": str, "test": str},
         question=lambda row: row["prompt"],
         gold=lambda row: row["prompt"] + row["canonical_solution"],
-        hub=HubSource("openai/openai_humaneval", None, "test", rows.plain_row),
+        hub=HubSource("openai/openai_humaneval", None, "test"),
         answer_form=_CODE_ASKED,
         form=_CODE_FORM,
     ),
@@ -350,27 +335,28 @@ class Scores:
 
 
 async def score_all(
-    benchmark: Benchmark, given: Sequence[Row], answers: Sequence[str], *, policy: str = "auto"
+    benchmark: Benchmark,
+    given: Sequence[Row],
+    answers: Sequence[str] | None = None,
+    *,
+    policy: str = "auto",
 ) -> Scores:
-    """Score `answers`, one a row. Raises SandboxUnavailable."""
-    pairs = zip(given, answers, strict=True)
-    return await _gather([score_both(benchmark, *pair, policy=policy) for pair in pairs])
-
-
-async def score_gold(benchmark: Benchmark, given: Sequence[Row], *, policy: str = "auto") -> Scores:
-    """Score each row's own gold answer: all 1.0 unless the data is faulty."""
-    return await _gather([benchmark.check_gold(row, policy=policy) for row in given])
-
-
-async def _gather(jobs: Sequence[Coroutine[Any, Any, dict[Rule, Score]]]) -> Scores:
+    """Score `answers`, one a row; None: each row's own gold answer, all 1.0 unless the data is
+    faulty. Raises SandboxUnavailable."""
     gate = asyncio.Semaphore(CONCURRENCY)
 
-    async def one(job: Coroutine[Any, Any, dict[Rule, Score]]) -> dict[Rule, Score]:
+    async def one(row: Row, answer: str | None) -> dict[Rule, Score]:
         async with gate:
-            return await job
+            try:
+                text = benchmark.gold(row) if answer is None else answer
+            except CannotScore as error:
+                return dict.fromkeys(RULES, Score(None, str(error)))
+            return await score_both(benchmark, row, text, policy=policy)
 
+    texts = [None] * len(given) if answers is None else answers
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(job)) for job in jobs]
+        pairs = zip(given, texts, strict=True)
+        tasks = [group.create_task(one(*pair)) for pair in pairs]
     return Scores(tuple(task.result() for task in tasks))
 
 

@@ -1,19 +1,27 @@
-"""Whether a program passes tests: in one sandboxed process with them, and apart from them.
+"""Answers that are code: the program in one, and whether it passes tests.
+
+published (`sanitize` in scripts/utils/sanitize.py of the public AFlow code, after EvalPlus): the
+longest run of lines that is Python; of that imports, and definitions that the entry point reaches.
+strict: the whole text, or its one fenced block that defines the entry point.
 
 `check_together` gives the field's verdict on every program; but there a solution can read the
 tests, patch what they use and return objects that equal everything. `check_code` resists that: what
 passes together runs once more with the tests in another process. A call `candidate(...)` travels
 over both channels through this module, which passes messages on and believes nothing; the solution
-can only answer calls with values (`_values.py`). The table of outcomes stands in docs/scoring.md.
+can only answer calls with values (`_graded.py`). The table of outcomes stands in docs/scoring.md.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import functools
+import itertools
+import re
 import secrets
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +42,6 @@ class CodeVerdict:
     reason: str
 
 
-_UNUSABLE = CodeVerdict(False, "the program sent a value that is too large or too deep")
-
-
 async def check_together(
     solution: str,
     tests: str | Sequence[str],
@@ -54,12 +59,16 @@ async def check_together(
             replaces what the solution defined. Else neither changes what the other's names mean.
     """
     text = tests if isinstance(tests, str) else "\n".join(tests)
-    if unusable := _unusable(text):
-        return CodeVerdict(None, unusable)
+    try:
+        tree = ast.parse(text)
+        compile(tree, "tests.py", "exec", dont_inherit=True)
+    except _NO_PYTHON as error:
+        return CodeVerdict(None, f"the tests are no Python: {error}")
+    if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
+        return CodeVerdict(None, "the tests assert nothing")
     token = secrets.token_hex()
     async with open_channel(
-        _source("_together_program.py"),
-        files={"aflow_values.py": _source("_values.py")},
+        _program("run_together"),
         limits=_roomy(limits),
         policy=policy,
     ) as channel:
@@ -106,12 +115,12 @@ async def check_code(
             return together
     limits = _roomy(limits)
     longer = replace(limits, seconds=limits.seconds + GRACE_SECONDS, cpu_seconds=None)
-    library = {"aflow_values.py": _source("_values.py"), "helpers.py": helpers}
-    mine, theirs = {**library, "solution.py": solution}, {**library, "tests.py": text}
-    programs = _source("_solution_program.py"), _source("_tests_program.py")
+    mine = {"helpers.py": helpers, "solution.py": solution}
+    theirs = {"helpers.py": helpers, "tests.py": text}
+    serves, asks = _program("serve_solution"), _program("run_tests")
     async with (
-        open_channel(programs[0], files=mine, limits=limits, policy=policy) as graded,
-        open_channel(programs[1], files=theirs, limits=longer, policy=policy) as grader,
+        open_channel(serves, files=mine, limits=limits, policy=policy) as graded,
+        open_channel(asks, files=theirs, limits=longer, policy=policy) as grader,
     ):
         return await _converse(graded, grader, entry_point)
 
@@ -135,7 +144,7 @@ async def _converse(graded: Channel, grader: Channel, entry_point: str) -> CodeV
             try:
                 await grader.send(reply)
             except (ValueError, RecursionError):  # other bytes may have made it shorter
-                return _UNUSABLE
+                return CodeVerdict(False, "the program sent a value that is too large or too deep")
         message = await grader.receive()
         if message is None:
             return _ended(grader, "the tests ended without a verdict", apart=True)
@@ -158,16 +167,164 @@ def _ended(channel: Channel, what: str, *, apart: bool = False) -> CodeVerdict:
     return CodeVerdict(passed, f"{what}: {execution.ending.value}")
 
 
-def _unusable(tests: str) -> str:
-    try:
-        tree = ast.parse(tests)
-        compile(tree, "tests.py", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return f"the tests are no Python: {error}"
-    asserts = any(isinstance(node, ast.Assert) for node in ast.walk(tree))
-    return "" if asserts else "the tests assert nothing"
-
-
 @functools.cache
-def _source(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+def _program(role: str) -> str:
+    """The top of the file and the part of one role: a solution can read its own frames, and is not
+    to find the grader there."""
+    text = Path(__file__).with_name("_graded.py").read_text(encoding="utf-8")
+    top, *parts = text.split("\n# role: ")
+    (own,) = (part for part in parts if part.startswith(f"{role}\n"))
+    return f"{top}\n# {own}\n{role}()\n"
+
+
+# The program in an answer
+
+MAX_CHARACTERS = 100_000
+MAX_SEARCH_LINES = 400
+"""Lines in which the published rule searches, where the whole answer is not Python."""
+MAX_PARSED_LINES = 200_000
+"""Lines that the search may parse, repeats counted: some seconds at most."""
+_FENCED = re.compile(
+    r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL
+)
+_NO_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
+
+
+class NoProgram(ValueError):
+    """The answer has no program, or more than one."""
+
+
+def published_program(answer: str, entry_point: str) -> str:
+    """The program that the published rule runs; it may lack the entry point. Raises NoProgram: the
+    answer is too long to be searched through."""
+    code = _longest_run(answer)
+    try:
+        return _reachable(_parse(code), entry_point)
+    except _NO_PYTHON:
+        return code
+
+
+def strict_program(answer: str, entry_point: str) -> str:
+    """The one program of the answer. Raises NoProgram: nothing in it is Python with the entry
+    point, or several different programs."""
+    if len(answer) > MAX_CHARACTERS:
+        raise NoProgram(f"longer than {MAX_CHARACTERS:,} characters")
+    if _fault(answer) is None:
+        return answer
+    blocks = [match[2] for match in _FENCED.finditer(answer)]
+    programs = {
+        ast.dump(_parse(block)): block
+        for block in blocks
+        if _fault(block) is None and entry_point in _defined(_parse(block))
+    }
+    if not programs:
+        raise NoProgram(f"no Python program that defines {entry_point}")
+    if len(programs) > 1:
+        raise NoProgram(f"{len(programs)} programs that differ")
+    return next(iter(programs.values()))
+
+
+def same_program(first: str, second: str) -> bool:
+    """Whether two texts are the same Python, but for layout and comments."""
+    try:
+        return first == second or ast.dump(_parse(first)) == ast.dump(_parse(second))
+    except _NO_PYTHON:
+        return False
+
+
+def may_clash(program: str, tests: str) -> bool:
+    """Whether one may change what a global name means to the other."""
+    try:
+        return bool(_defined(_parse(program)) & (_defined(_parse(tests)) | vars(builtins).keys()))
+    except _NO_PYTHON:
+        return True
+
+
+def helpers_of(prompt: str, entry_point: str) -> str:
+    """What a prompt defines beside the entry point: its imports and other functions. Empty where
+    the prompt is not Python, as a task in words."""
+    if _fault(prompt) is not None:
+        return ""
+    kept = [node for node in _parse(prompt).body if getattr(node, "name", "") != entry_point]
+    return ast.unparse(ast.Module(body=kept, type_ignores=[]))
+
+
+def _longest_run(text: str) -> str:
+    # A text that is Python as a whole is its own longest run, up to blank lines around it.
+    if len(text) > MAX_CHARACTERS:
+        raise NoProgram(f"longer than {MAX_CHARACTERS:,} characters")
+    if _fault(text) is None:
+        return text
+    lines = text.split("\n")
+    if len(lines) > MAX_SEARCH_LINES:
+        raise NoProgram(f"no Python as a whole, and more than {MAX_SEARCH_LINES} lines")
+    filled = [0, *itertools.accumulate(bool(line.strip()) for line in lines)]
+    # The first of the longest, in the order in which the published loop meets them.
+    runs = sorted(
+        (filled[first] - filled[last], first, last)
+        for first in range(len(lines))
+        for last in range(first + 2, len(lines) + 1)
+        if filled[last] > filled[first]
+    )
+    parsed = 0
+    hopeless: dict[int, int] = {}  # first line to the line that no run from there may have
+    for _, first, last in runs:
+        if last > hopeless.get(first, len(lines)):
+            continue
+        fault = _fault("\n".join(lines[first:last]))
+        if fault is None:
+            return "\n".join(lines[first:last])
+        line = getattr(fault, "lineno", None)
+        if line and getattr(fault, "msg", "") == "invalid syntax":
+            # Nothing that goes on like this up to that line can be parsed.
+            hopeless[first] = first + line - 1
+        parsed += last - first
+        if parsed > MAX_PARSED_LINES:
+            raise NoProgram(f"none found within {MAX_PARSED_LINES:,} parsed lines")
+    return lines[0]
+
+
+def _parse(text: str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes and the like
+        return ast.parse(text)
+
+
+def _fault(text: str) -> Exception | None:
+    try:
+        _parse(text)
+    except _NO_PYTHON as error:
+        return error
+    return None
+
+
+def _reachable(tree: ast.Module, entry_point: str) -> str:
+    """Imports, and definitions that the entry point refers to, directly or through others."""
+    imported = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    definitions = [(name, node) for node in tree.body for name in _names(node)]
+    known = {name for name, _ in definitions}
+    uses: dict[str, set[str]] = {name: set() for name in known}
+    for name, node in definitions:
+        uses[name] |= {
+            part.id for part in ast.walk(node) if isinstance(part, ast.Name) and part.id in known
+        }
+    reached: set[str] = set()
+    waiting = [entry_point] if entry_point in known else []
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting.extend(uses[name])
+    kept = [*imported, *(node for name, node in definitions if name in reached)]
+    return "\n".join(map(ast.unparse, kept))
+
+
+def _names(node: ast.stmt) -> Iterator[str]:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        yield node.name
+    elif isinstance(node, ast.Assign):
+        yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    return {name for node in tree.body for name in _names(node)}

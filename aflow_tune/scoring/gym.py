@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from aflow_tune.errors import BadInput
-from aflow_tune.scoring.asked_process import AskedProcess, serve
+from aflow_tune.scoring.asked_process import AskedProcess, evaluate_literal, guard_sympy, serve
 from aflow_tune.scoring.types import Score
 
 PREFIX = "reasoning_gym:"
 CPU_SECONDS = 10
 """Processor time for one verification."""
 _GRID_TASKS = {"arc_agi", "rearc"}
-# Their verifiers compare grids as tuples, which JSON does not have.
+"""Their verifiers compare grids as tuples, which JSON does not have."""
 _CHILD = AskedProcess("aflow_tune.scoring.gym", "reasoning-gym", CPU_SECONDS)
 
 
@@ -29,10 +29,8 @@ def require_task(name: str) -> None:
     """Raises BadInput: the library is not there, or does not know the task."""
     where = f"benchmark {PREFIX}{name}"
     if importlib.util.find_spec("reasoning_gym") is None:
-        title, fix = (
-            "A reasoning-gym task without reasoning-gym",
-            "pip install 'aflow-tune[reasoning]'",
-        )
+        title = "A reasoning-gym task without reasoning-gym"
+        fix = "pip install 'aflow-tune[reasoning]'"
         raise BadInput.of(title, where, "the package reasoning-gym", "none", fix)
     if name not in task_names():
         close = difflib.get_close_matches(name, task_names(), n=3)
@@ -69,16 +67,8 @@ def score_strict(task: str, answer: str, row: Mapping[str, Any]) -> Score:
     return score if score.value == 1 else Score(0.0, score.reason)
 
 
-def _tuples(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
 def _serve() -> None:
     import reasoning_gym
-
-    from aflow_tune.scoring.expressions import evaluate_literal, guard_sympy
 
     guard_sympy()
     for name, module in list(sys.modules.items()):
@@ -87,10 +77,13 @@ def _serve() -> None:
 
     verifier = functools.cache(reasoning_gym.get_score_answer_fn)
 
+    def tuples(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: tuples(item) for key, item in value.items()}
+        return tuple(map(tuples, value)) if isinstance(value, list) else value
+
     def score(task: str, answer: str, row: dict[str, Any]) -> float:
-        if task in _GRID_TASKS:
-            row = _tuples(row)
-        return float(verifier(task)(answer, row))
+        return float(verifier(task)(answer, tuples(row) if task in _GRID_TASKS else row))
 
     serve(score)
 

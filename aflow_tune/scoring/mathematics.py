@@ -6,19 +6,35 @@ consist of (`read`). A reading is a text, one value, or a tuple of a kind and wh
 `("list", ...)` in any order; `("()", a, b)`, `("[)", ...)` and so on, a tuple or an interval, which
 are written alike; `("union", ...)` of intervals; `("named", name, reading)` for `x = 5`;
 `("assigned", named, ...)`, values of different unknowns, sorted by name; `("same", ...)`, sides of
-an equation without an unknown, all of which must be the value asked for.
+an equation without an unknown, all of which must be the value asked for. Two are equal as text
+without spaces, or by math-verify, value by value.
+
+The published rule (benchmarks/math.py of the public AFlow code): equal texts; or numbers within
+1e-3; or equal by SymPy after `parse_latex`, or `parse_expr` where that fails.
+
+An answer such as `9^{9^{9^{9}}}` computes for ever, so each rule asks a process that may be lost.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 import unicodedata
+from collections.abc import Sequence
 from fractions import Fraction
+from math import isclose
+from typing import Any
 
-from aflow_tune.scoring.boxed import boxed_answers, shallow_boxed
-from aflow_tune.scoring.equality import Reading, equal_answers, kind_of, published_equal
+from aflow_tune.scoring.asked_process import AskedProcess, serve
+from aflow_tune.scoring.numbers import boxed_answers, shallow_boxed
 from aflow_tune.scoring.types import RIGHT, CannotScore, Score, wrong
 
+Reading = str | tuple[Any, ...]
+"""One value as a text, or a kind and what belongs to it: `mathematics.py`."""
+VERIFY_SECONDS = 3
+"""Processor time for one question to math-verify."""
+_VERIFY = AskedProcess("aflow_tune.scoring.mathematics", "math-verify", VERIFY_SECONDS, "strict")
 MAX_ANSWER_CHARACTERS = 400
 """What is longer is no final answer."""
 MAX_BOXES = 20
@@ -67,7 +83,10 @@ def score_strict(answer: str, solution: str) -> Score:
         CannotScore: the reference is empty.
         Undecided: the comparison took too long.
     """
-    expected = _distinct([plain_spelling(box) for box in boxed_answers(solution) or [solution]])
+    expected: list[str] = []
+    for box in map(plain_spelling, boxed_answers(solution) or [solution]):
+        if not any(equal_answers(box, other) for other in expected):
+            expected.append(box)
     if not expected[0]:
         raise CannotScore("an empty reference")
     boxes = boxed_answers(answer)
@@ -87,15 +106,8 @@ def score_strict(answer: str, solution: str) -> Score:
     return RIGHT
 
 
-def _distinct(boxes: list[str]) -> list[str]:
-    kept: list[str] = []
-    for box in boxes:
-        if not any(equal_answers(box, other) for other in kept):
-            kept.append(box)
-    return kept
-
-
 def _fault(answer: str, truth: str) -> str:
+    """Why an answer is not the reference's, both in one spelling; empty where it is."""
     given, expected = read(answer), read(truth)
     if open_choice := _open_choice(answer, given, truth, expected):
         return open_choice
@@ -127,7 +139,6 @@ def _open_choice(answer: str, given: Reading, truth: str, expected: Reading) -> 
 
 
 def _is_several(reading: Reading) -> bool:
-    """Whether it holds values of which each could be an answer."""
     return kind_of(value_of(reading)) in ("list", "union", "assigned")
 
 
@@ -167,7 +178,8 @@ def read(text: str) -> Reading:
     entries = [_entry(piece) for piece in pieces if piece]
     if len(entries) < 2:
         return entries[0] if entries else ""
-    if all(_is_range(entry) for entry in entries):
+    ranges = ("union", "()", "(]", "[)", "[]")
+    if all(kind_of(entry) == "named" and kind_of(entry[2]) in ranges for entry in entries):
         if all(re.search(r"and|wedge", cut) for cut in cuts):
             return _between(entries) or ("list", *entries)
         return "union", *[value_of(entry) for entry in entries]
@@ -206,7 +218,12 @@ def _group(text: str) -> Reading:
     if opening is None or closing is None or closing.start() < opening.end():
         return text
     inside = text[opening.end() : closing.start()]
-    if not _balanced(inside):
+    depth = 0
+    for found in re.finditer(_BRACKETS, inside):
+        depth += 1 if found["open"] else -1
+        if depth < 0:
+            return text
+    if depth:
         return text
     if opening[0] == "\\{":
         builder = _BUILDER.match(inside)
@@ -216,8 +233,9 @@ def _group(text: str) -> Reading:
         return text
     if opening[0] == "{":
         return _flat([read(inside)])
-    items = [_entry(piece) for piece in pieces]
-    return opening[0] + closing[0], *[_unsigned(item) for item in items]
+    items = map(_entry, pieces)
+    unsigned = [item.lstrip("+ ") if isinstance(item, str) else item for item in items]
+    return opening[0] + closing[0], *unsigned
 
 
 def _equation(sides: list[str]) -> Reading:
@@ -255,10 +273,6 @@ def _inequality(sides: list[str], relations: list[str]) -> Reading | None:
     return ("named", name, (ends, low, high)) if _NAME.fullmatch(name) else None
 
 
-def _is_range(entry: Reading) -> bool:
-    return kind_of(entry) == "named" and kind_of(entry[2]) in ("union", "()", "(]", "[)", "[]")
-
-
 def _between(entries: list[Reading]) -> Reading | None:
     """`x > 1 \\text{ and } x < 2` as one interval."""
     low = [entry[2] for entry in entries if entry[2][-1] == _INFINITY]
@@ -278,10 +292,6 @@ def _flat(items: list[Reading]) -> Reading:
     return flat[0] if len(flat) == 1 else ("list", *flat)
 
 
-def _unsigned(item: Reading) -> Reading:
-    return item.lstrip("+ ") if isinstance(item, str) else item
-
-
 def _cut(text: str, separator: str) -> tuple[list[str], list[str]]:
     """The pieces between separators that stand in no brackets, and these separators."""
     pieces, cuts, depth, start = [], [], 0, 0
@@ -295,15 +305,6 @@ def _cut(text: str, separator: str) -> tuple[list[str], list[str]]:
             cuts.append(found["cut"])
             start = found.end()
     return [*pieces, text[start:].strip()], cuts
-
-
-def _balanced(inside: str) -> bool:
-    depth = 0
-    for found in re.finditer(_BRACKETS, inside):
-        depth += 1 if found["open"] else -1
-        if depth < 0:
-            return False
-    return depth == 0
 
 
 # How it is spelled
@@ -396,13 +397,12 @@ def _without_unicode(text: str) -> str:
                 letter = letter.lower() if kind == "GREEK SMALL" else letter.capitalize()
                 plain = f"\\{letter} "
             spelled.append(plain)
-    return _ROOT.sub(_as_root, "".join(spelled))
 
+    def root(found: re.Match[str]) -> str:
+        inside = found[2][1:-1] if found[2][0] in "({" else found[2]
+        return rf"\sqrt{'' if found[1] == '√' else '[3]'}{{{inside}}}"
 
-def _as_root(found: re.Match[str]) -> str:
-    index = "" if found[1] == "√" else "[3]"
-    inside = found[2]
-    return rf"\sqrt{index}{{{inside[1:-1] if inside[0] in '({' else inside}}}"
+    return _ROOT.sub(root, "".join(spelled))
 
 
 def _joined(found: re.Match[str]) -> str:
@@ -420,3 +420,159 @@ def _as_fraction(found: re.Match[str]) -> str:
     over = int(whole + fixed + repeated) - int(whole + fixed)
     value = Fraction(over, (10 ** len(repeated) - 1) * 10 ** len(fixed))
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+# Whether two answers are equal
+
+
+@functools.lru_cache(maxsize=4096)
+def equal_answers(answer: Reading, truth: Reading) -> bool:
+    """Whether `answer` equals `truth`, as text without spaces or by math-verify.
+
+    Both are LaTeX without delimiters, or plain text, or what was read of these. What cannot be
+    read as mathematics is compared as text. May be called from any thread.
+
+    Raises:
+        Undecided: the comparison took more than `VERIFY_SECONDS`, or too much memory.
+        QuestionFailed: math-verify raised an exception.
+    """
+    if answer == truth or _letters(answer) == _letters(truth):
+        return True
+    return bool(_VERIFY.ask(answer, truth))
+
+
+def kind_of(reading: Reading) -> str:
+    """What a reading is; empty for one value."""
+    return "" if isinstance(reading, str) else reading[0]
+
+
+def _letters(text: Reading) -> Reading:
+    return "".join(text.split()) if isinstance(text, str) else text
+
+
+def _serve_strict() -> None:
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    reading = LatexExtractionConfig(boxed_match_priority=0)
+
+    @functools.lru_cache(maxsize=64)
+    def expression(text: str) -> list[Any]:
+        return parse(f"\\boxed{{{text}}}", extraction_config=[reading], parsing_timeout=None)
+
+    def same_value(answer: str, truth: str) -> bool:
+        if _letters(answer) == _letters(truth):
+            return True
+        if ("\\infty" in answer) != ("\\infty" in truth):
+            return False  # whether SymPy takes 22 oo - 42 for 0 depends on its order of hashes
+        return bool(verify(expression(truth), expression(answer), timeout_seconds=None))
+
+    def equal(answer: Reading, truth: Reading) -> bool:
+        if isinstance(answer, str) and isinstance(truth, str):
+            # A percent sign may be left out or be counted in: 12% is 12, and is 0.12.
+            stripped = [text.strip() for text in (answer, truth)]
+            bare = [text.removesuffix("\\%").rstrip() for text in stripped]
+            signed = [text != left for text, left in zip(stripped, bare, strict=True)]
+            same = same_value(*bare)
+            if same or signed[0] == signed[1]:
+                return same
+            part, whole = bare if signed[0] else reversed(bare)
+            return same_value(f"\\frac{{{part}}}{{100}}", whole)
+        kinds = kind_of(answer), kind_of(truth)
+        if kinds == ("named", "named") and answer[1] != truth[1]:
+            sides = [answer[2], truth[2]]
+            equations = [f"{one[1]} = {one[2]}" for one in (answer, truth)]
+            return all(isinstance(side, str) for side in sides) and same_value(*equations)
+        if "named" in kinds:  # a value without a name is that of the name asked for
+            return equal(*(one[2] if kind_of(one) == "named" else one for one in (answer, truth)))
+        if kinds[0] == "same":
+            return all(equal(side, truth) for side in answer[1:])
+        if kinds[1] == "same":
+            return equal(answer, truth[-1])
+        if "assigned" in kinds:
+            rows = [
+                one[1:] if kind_of(one) in ("assigned", "list", "()") else ()
+                for one in (answer, truth)
+            ]
+            return in_order(*rows)
+        if kinds[0] != kinds[1]:
+            return False
+        if kinds[0] in ("list", "union"):  # in any order
+            return covers(answer, truth) and covers(truth, answer)
+        return in_order(answer[1:], truth[1:])
+
+    def in_order(answer: Sequence[Reading], truth: Sequence[Reading]) -> bool:
+        return len(answer) == len(truth) and all(map(equal, answer, truth))
+
+    def covers(answer: Reading, truth: Reading) -> bool:
+        return all(any(equal(one, other) for other in truth[1:]) for one in answer[1:])
+
+    serve(equal)
+
+
+TOLERANCE = 1e-3
+SYMPY_SECONDS = 10
+"""Processor time for one comparison; the public rule has no limit."""
+_SYMPY = AskedProcess("aflow_tune.scoring.mathematics", "SymPy", SYMPY_SECONDS, "published")
+
+
+@functools.lru_cache(maxsize=4096)
+def published_equal(answer: str, truth: str) -> bool:
+    """Whether `answer` equals `truth` by the published rule. Raises Undecided: the comparison took
+    more than `SYMPY_SECONDS`, or too much memory."""
+    if answer == truth:
+        return True
+    numbers = as_number(answer), as_number(truth)
+    if numbers[0] is not None and numbers[1] is not None:
+        return isclose(numbers[0], numbers[1], abs_tol=TOLERANCE)
+    return bool(_SYMPY.ask(answer, truth))
+
+
+def as_number(text: str) -> float | None:
+    """What Python's `float` reads, thousands separators and a percent sign allowed."""
+    text = text.replace(",", "")
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    if not text.endswith("%"):
+        return None
+    try:
+        return float(text[:-1].removesuffix("\\")) / 100
+    except ValueError:
+        return None
+
+
+def _serve_published() -> None:
+    from sympy import N, simplify
+    from sympy.parsing.sympy_parser import parse_expr
+
+    from aflow_tune.scoring.asked_process import guard_sympy, latex_parser
+
+    guard_sympy()
+    parsers = (latex_parser(), parse_expr)
+
+    def expression(text: str) -> Any:
+        for parse in parsers:
+            try:
+                return parse(text)
+            except Exception:
+                continue
+        return text
+
+    def equal(answer: str, truth: str) -> bool:
+        left, right = expression(answer), expression(truth)
+        try:
+            if simplify(left - right) == 0:
+                return True
+        except Exception:
+            pass
+        try:
+            return isclose(N(left), N(right), abs_tol=TOLERANCE)
+        except Exception:
+            return False
+
+    serve(equal)
+
+
+if __name__ == "__main__":
+    {"strict": _serve_strict, "published": _serve_published}[sys.argv[2]]()

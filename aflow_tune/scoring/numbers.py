@@ -1,4 +1,5 @@
-"""Scoring answers that are one number, GSM8K's: the published rule and the strict one.
+r"""Scoring answers that are one number, GSM8K's: the published rule and the strict one; and finding
+the `\boxed{...}` of an answer, by balanced braces and as the published rules do.
 
 published (benchmarks/gsm8k.py of the public AFlow code): the last number of the text, thousands
 separators removed, within 1e-6 of the reference's. strict: docs/scoring.md has what it refuses.
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import re
 
-from aflow_tune.scoring.boxed import boxed_answers
 from aflow_tune.scoring.types import RIGHT, CannotScore, Score, wrong
 
 TOLERANCE = 1e-6
@@ -96,9 +96,19 @@ def _open_candidates(text: str, boxes: list[str]) -> str:
         doubted = " ".join(part for part in sentences if _DOUBT.search(part))
         if len({_value(number) for number in _NUMBER.findall(doubted)}) > 1:
             return "several candidates in doubt"
-    if _ends_in_list(text):
-        return "a list of candidates"
-    return ""
+    # Numbers at the end, not all equal, with nothing but separators between: two make a list where
+    # a comma, a slash or a word stands between, else three.
+    numbers = list(_NUMBER.finditer(text))
+    entries, separated = [numbers[-1]], False
+    for number in reversed(numbers[:-1]):
+        between = text[number.end() : entries[-1].start()]
+        if not between or not _BETWEEN_ENTRIES.fullmatch(between):
+            break
+        separated |= bool(_SEPARATOR.search(between))
+        entries.append(number)
+    listed = len(entries) >= (2 if separated else 3)
+    listed = listed and len({_value(entry.group()) for entry in entries}) > 1
+    return "a list of candidates" if listed else ""
 
 
 def _declared(text: str) -> set[float]:
@@ -114,24 +124,6 @@ def _declared(text: str) -> set[float]:
     }
 
 
-def _ends_in_list(text: str) -> bool:
-    """Whether the text ends in numbers, not all equal, with nothing but separators between.
-
-    Two make a list where a comma, a slash or a word stands between, else three.
-    """
-    numbers = list(_NUMBER.finditer(text))
-    entries = [numbers[-1]]
-    separated = False
-    for number in reversed(numbers[:-1]):
-        between = text[number.end() : entries[-1].start()]
-        if not between or not _BETWEEN_ENTRIES.fullmatch(between):
-            break
-        separated |= bool(_SEPARATOR.search(between))
-        entries.append(number)
-    enough = len(entries) >= (2 if separated else 3)
-    return enough and len({_value(entry.group()) for entry in entries}) > 1
-
-
 def _compare(given: float | None, expected: float) -> Score:
     if given is None:
         return wrong("no number in the answer")
@@ -142,3 +134,44 @@ def _compare(given: float | None, expected: float) -> Score:
 
 def _value(number: str) -> float:
     return float(number.replace(",", ""))
+
+
+# Boxes
+
+# One level of braces inside, as in the public AFlow code: deeper ones are not found there.
+_SHALLOW = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last `\boxed{...}` (or `\boxed 7`) with balanced braces, or None."""
+    _, found, rest = text.rpartition("\\boxed")
+    return _content(rest) if found else None
+
+
+def boxed_if_asked(value: str, task: str) -> str:
+    r"""The value in a `\boxed{}` where the task asks for one and the value has none."""
+    asked = "\\boxed" in task and "\\boxed" not in value
+    return f"\\boxed{{{value}}}" if asked else value
+
+
+def boxed_answers(text: str) -> list[str]:
+    r"""The contents of all boxes in order, boxes around boxes and unclosed ones left out."""
+    contents = [_content(rest) for rest in text.split("\\boxed")[1:]]
+    return [content for content in contents if content is not None]
+
+
+def shallow_boxed(text: str) -> list[str]:
+    """All boxes with at most one level of braces inside, which is what published rules see."""
+    return _SHALLOW.findall(text)
+
+
+def _content(rest: str) -> str | None:
+    if not rest.startswith("{"):
+        words = rest.split("$")[0].split()
+        return words[0] if words else None
+    depth = 0
+    for position, character in enumerate(rest):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return rest[1:position]
+    return None

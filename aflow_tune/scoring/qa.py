@@ -123,33 +123,17 @@ def _strict(answer: str, reference: str) -> Score:
     f1 = token_f1(answer, reference)
     if all(token.isdigit() for token in expected.split()):
         return _score(f1)
-    if _has_rival(answer, reference):
-        return wrong("a list of candidates")
-    return _score(min(f1, _without_filler(answer, reference)))
-
-
-def _without_filler(answer: str, reference: str) -> float:
-    """F1 of the shared words alone, times their part of the answer's words that name something."""
-    given, expected = _naming(answer), _naming(reference)
-    shared = (given & expected).total()
-    if not shared:
-        return 0.0
-    recall = shared / expected.total()
-    return shared / given.total() * 2 * recall / (1 + recall)
-
-
-def _has_rival(answer: str, reference: str) -> bool:
-    """Whether the answer is a list, and no list as the reference is, with a part that shares
-    nothing with it; a part that was said before has nothing left to share."""
-    pieces, left = _pieces(answer), _naming(reference)
-    if len(pieces) <= len(_pieces(reference)):
-        return False
-    for piece in pieces:
-        shared = _naming(piece) & left
-        if not shared:
-            return True
-        left -= shared
-    return False
+    naming, wanted = _naming(answer), _naming(reference)
+    pieces, left = _pieces(answer), wanted.copy()
+    if len(pieces) > len(_pieces(reference)):
+        for piece in pieces:  # one that was said before has nothing left to share
+            if not (shared := _naming(piece) & left):
+                return wrong("a list of candidates")
+            left -= shared
+    # F1 of the shared words alone, times their part of the answer's words that name something.
+    both = (naming & wanted).total()
+    recall = both / wanted.total() if both else 0.0
+    return _score(min(f1, both / naming.total() * 2 * recall / (1 + recall) if both else 0.0))
 
 
 def _pieces(text: str) -> list[str]:

@@ -1,17 +1,27 @@
-"""What the shipped rewards share: their settings, weights that are checked, unscored answers."""
+"""What rewards are built from: their settings, weighted parts, the two shipped sums of parts.
+
+`five_part` asks whether an answer is right, cheap, simple, well formed and terse; `agent_reward`
+looks at the tools that an agent called, so it depends on no agent framework. Each part is a number
+in [0, 1]. A part that is None is not known: its weight falls to the others, never is it taken for
+0. An answer that cannot be scored has no reward (`Unscored`).
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import Any
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from aflow_tune.context import current_rollout
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.scoring.benchmarks import Benchmark, find
 from aflow_tune.scoring.types import Rule, Score
-from aflow_tune.sections import RewardsSection
+from aflow_tune.sections import AgentRewardSection, FivePartSection, RewardsSection
+from aflow_tune.trace import ModelCall, OperatorCall, Trace
 
 WEIGHTS = {
     "five_part": ("correctness", "efficiency", "simplicity", "format", "repetition"),
@@ -102,3 +112,224 @@ def text_of(response: Any) -> str:
     if hasattr(response, "get_text_content"):
         return response.get_text_content() or ""
     raise TypeError(f"a response must be a text or a message, not {type(response).__name__}")
+
+
+N = TypeVar("N", int, float)
+
+NGRAM = 4
+"""Words that stand together when repetition is looked for."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one run used. None: not known."""
+
+    usd: float | None
+    tokens: int | None
+    seconds: float
+    operators: int
+
+    @classmethod
+    def of(cls, trace: Trace) -> Usage:
+        """The sums over a trace; seconds from the first event's start to the last one's end."""
+        calls = [call for call in trace.of(ModelCall) if call.failure is None]
+        tokens = [n for call in calls for n in (call.prompt_tokens, call.completion_tokens)]
+        ends = [event.started + event.seconds for event in trace.events]
+        starts = [event.started for event in trace.events]
+        return cls(
+            usd=total([call.cost for call in calls]),
+            tokens=total(tokens),
+            seconds=max(ends) - min(starts) if ends else 0.0,
+            operators=len(trace.of(OperatorCall)),
+        )
+
+
+@dataclass(frozen=True)
+class FivePart:
+    """The reward, and its parts in [0, 1] by name; None for a part that is not known."""
+
+    reward: float
+    parts: Mapping[str, float | None]
+
+    def metrics(self) -> dict[str, float]:
+        """Each known part under `five_part/NAME`."""
+        return {f"five_part/{name}": v for name, v in self.parts.items() if v is not None}
+
+
+def five_part(
+    score: float,
+    answer: str,
+    usage: Usage,
+    settings: FivePartSection | None = None,
+    form: str = r"\S",
+) -> FivePart:
+    """The reward of an answer: 0 of the weighted sum is `lowest`, 1 is `highest`; with the defaults
+    20 * sum - 10.
+
+    - correctness: `score`, held within [0, 1].
+    - efficiency: 1 at no cost, in a line to 0 at the limit: of money, else of tokens, else None.
+    - simplicity: the mean of two such lines, of the time and of the number of operator calls.
+    - format: 1 if the regular expression `form` is found in the answer, else 0.
+    - repetition: the share of the answer's runs of four words, compared without case, that do not
+      repeat one before; 1 for an answer of fewer words.
+    """
+    chosen = settings or FivePartSection()
+    words = answer.lower().split()
+    runs = [tuple(words[start : start + NGRAM]) for start in range(len(words) - NGRAM + 1)]
+    limits = {"usd": chosen.usd_limit, "tokens": chosen.token_limit}
+    limits |= {"seconds": chosen.seconds_limit, "operators": chosen.operator_limit}
+    left = {
+        name: None if (used := getattr(usage, name)) is None else max(0.0, 1.0 - used / limit)
+        for name, limit in limits.items()
+    }
+    parts = {
+        "correctness": min(1.0, max(0.0, score)),
+        "efficiency": left["tokens"] if left["usd"] is None else left["usd"],
+        "simplicity": ((left["seconds"] or 0.0) + (left["operators"] or 0.0)) / 2,
+        "format": float(re.search(form, answer, re.MULTILINE) is not None),
+        "repetition": len(set(runs)) / len(runs) if runs else 1.0,
+    }
+    weights = {name: getattr(chosen, name) for name in WEIGHTS["five_part"]}
+    scale = chosen.highest - chosen.lowest
+    return FivePart(chosen.lowest + scale * weighted(parts, weights), parts)
+
+
+def total(values: Sequence[N | None]) -> N | None:
+    """The sum; None where there is none, or one of them is not known."""
+    known = [value for value in values if value is not None]
+    return sum(known[1:], known[0]) if known and len(known) == len(values) else None
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call; its arguments as far as they are known."""
+
+    name: str
+    arguments: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentRun:
+    """What an agent did for one task: how far it was completed, in [0, 1]; its tool calls; `steps`,
+    the model's answers, those without a tool call included; how many could not be read."""
+
+    completion: float
+    calls: Sequence[ToolCall] = ()
+    steps: int = 0
+    format_errors: int = 0
+    timed_out: bool = False
+
+
+@dataclass(frozen=True)
+class AgentReward:
+    """The reward, its parts in [0, 1], what was taken off, and a sentence about each."""
+
+    reward: float
+    parts: Mapping[str, float]
+    penalties: Mapping[str, float] = field(default_factory=dict)
+    """By name, as numbers of 0 or less."""
+    feedback: str = ""
+
+    def metrics(self) -> dict[str, float]:
+        """Each part and each penalty under `agent/NAME`."""
+        return {f"agent/{n}": v for n, v in (*self.parts.items(), *self.penalties.items())}
+
+
+def agent_reward(
+    run: AgentRun,
+    wanted: Sequence[str],
+    optimal_steps: int | None = None,
+    settings: AgentRewardSection | None = None,
+) -> AgentReward:
+    """The reward of a run whose task wants the tools `wanted` (none: an empty list).
+
+    A penalty counts once for each wrong tool call, redundant call and format error, and once
+    for a time-out. The sum is not below `settings.lowest`.
+    """
+    chosen = settings or AgentRewardSection()
+    optimal = optimal_steps or chosen.optimal_steps
+    called = [call.name for call in run.calls]
+    parts = {
+        "completion": min(1.0, max(0.0, run.completion)),
+        "accuracy": tool_accuracy(called, wanted),
+        "efficiency": efficiency(run.steps, optimal),
+        "timing": timing(called, wanted),
+        "format": float(run.format_errors == 0),
+    }
+    counts = {
+        "wrong_tool": sum(name not in wanted for name in called),
+        "redundant_call": len(redundant_calls(run.calls, wanted)),
+        "format_error": run.format_errors,
+        "time_out": int(run.timed_out),
+    }
+    penalties = {f"penalty_{name}": -getattr(chosen, name) * n for name, n in counts.items()}
+    weights = {name: getattr(chosen, name) for name in WEIGHTS["agent"]}
+    total = weighted(parts, weights) + sum(penalties.values())
+    return AgentReward(
+        reward=max(chosen.lowest, total),
+        parts=parts,
+        penalties={name: value or 0.0 for name, value in penalties.items()},
+        feedback=feedback(run, wanted, optimal),
+    )
+
+
+def tool_accuracy(called: Sequence[str], wanted: Sequence[str]) -> float:
+    """F1 of the set of tools called against the set wanted; where none was wanted, 1.0 if none was
+    called, else 0.5."""
+    given, expected = set(called), set(wanted)
+    if not expected:
+        return 0.5 if given else 1.0
+    return 2 * len(given & expected) / (len(given) + len(expected))
+
+
+def efficiency(steps: int, optimal_steps: int) -> float:
+    """1 up to `optimal_steps`, then `optimal_steps / steps`."""
+    return min(1.0, optimal_steps / steps) if steps > 0 else 1.0
+
+
+def timing(called: Sequence[str], wanted: Sequence[str]) -> float:
+    """1 if a tool was called and one was needed, or neither; else 0. Never seconds."""
+    return float(bool(called) == bool(wanted))
+
+
+def redundant_calls(calls: Sequence[ToolCall], wanted: Sequence[str]) -> list[str]:
+    """Calls of wanted tools that repeat one before, name and arguments, in order.
+
+    A tool that `wanted` names several times may be called as often.
+    """
+    allowed, seen = Counter(wanted), Counter[str]()
+    repeats = []
+    for call in calls:
+        key = json.dumps([call.name, call.arguments], sort_keys=True, default=str)
+        seen[key] += 1
+        if call.name in allowed and seen[key] > allowed[call.name]:
+            repeats.append(call.name)
+    return repeats
+
+
+def feedback(run: AgentRun, wanted: Sequence[str], optimal_steps: int) -> str:
+    """How far the task was completed, and what to do otherwise, a sentence each."""
+    called = [call.name for call in run.calls]
+    missing = ", ".join(name for name in dict.fromkeys(wanted) if name not in called)
+    wrong = ", ".join(name for name in dict.fromkeys(called) if name not in wanted)
+    repeated = Counter(redundant_calls(run.calls, wanted))
+    lines = {
+        f"The task was completed to {run.completion:.0%}.": True,
+        f"Not called but needed: {missing}.": missing,
+        f"Called but not needed: {wrong}.": wrong,
+        **{f"{name} was called again {n} times without need.": n for name, n in repeated.items()},
+        f"It took {run.steps} steps where {optimal_steps} are enough.": run.steps > optimal_steps,
+        f"{run.format_errors} answers could not be read: keep to the format.": run.format_errors,
+        "The time ran out.": run.timed_out,
+    }
+    return " ".join(line for line, holds in lines.items() if holds)
+
+
+def target_tools(value: Any) -> list[str]:
+    """The names in a row's `target_tools`: a list, a JSON list as text, or names and commas."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.lstrip().startswith("[") else value.split(",")
+        except ValueError:
+            value = value.split(",")
+    return [name for item in value or () if (name := str(item).strip())]

@@ -26,7 +26,7 @@ class HubSource:
     path: str
     config: str | None
     split: str
-    to_row: Callable[[Row], dict[str, Any]]
+    to_row: Callable[[Row], dict[str, Any]] = dict
 
 
 def read_jsonl(path: Path, fields: Mapping[str, type]) -> list[dict[str, Any]]:
@@ -100,11 +100,6 @@ def read_hub(source: HubSource, split: str | None = None) -> list[dict[str, Any]
         title, where = f"{source.path} cannot be loaded", f"hub data set {source.path}"
         raise BadInput.of(title, where, "rows of the data set", found, fix) from error
     return [source.to_row(row) for row in data]
-
-
-def plain_row(row: Row) -> dict[str, Any]:
-    """For data sets that have the local form."""
-    return dict(row)
 
 
 def mbpp_row(row: Row) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import importlib
 import re
 import sys
 import types
-import typing
 
 from aflow_tune.graph import inside
 from aflow_tune.graph.shape import children
@@ -90,21 +89,22 @@ FRAMES = _words(
     "add_done_callback ag_code ag_frame cr_code cr_frame f_back f_builtins f_code f_globals "
     "f_locals gi_code gi_frame gi_yieldfrom tb_frame tb_next func_globals mro"
 )
-_STATEMENTS = (
-    ast.AnnAssign, ast.Assert, ast.Assign, ast.AsyncFunctionDef, ast.AsyncWith, ast.AugAssign,
-    ast.Break, ast.ClassDef, ast.Continue, ast.Delete, ast.Expr, ast.For, ast.FunctionDef, ast.If,
-    ast.Import, ast.ImportFrom, ast.Match, ast.Nonlocal, ast.Pass, ast.Raise, ast.Return, ast.Try,
-    ast.While, ast.With,
-)  # fmt: skip
-_EXPRESSIONS = (
-    ast.Attribute, ast.Await, ast.BinOp, ast.BoolOp, ast.Call, ast.Compare, ast.Constant,
-    ast.Dict, ast.DictComp, ast.FormattedValue, ast.GeneratorExp, ast.IfExp, ast.JoinedStr,
-    ast.Lambda, ast.List, ast.ListComp, ast.Name, ast.NamedExpr, ast.Set, ast.SetComp, ast.Slice,
-    ast.Starred, ast.Subscript, ast.Tuple, ast.UnaryOp,
-)  # fmt: skip
 _KNOWN = frozenset(
-    {*_STATEMENTS, *_EXPRESSIONS, ast.alias, ast.arg, ast.arguments, ast.comprehension,
-     ast.keyword, ast.ExceptHandler, ast.MatchClass}
+    {
+        # statements
+        ast.AnnAssign, ast.Assert, ast.Assign, ast.AsyncFunctionDef, ast.AsyncWith, ast.AugAssign,
+        ast.Break, ast.ClassDef, ast.Continue, ast.Delete, ast.Expr, ast.For, ast.FunctionDef,
+        ast.If, ast.Import, ast.ImportFrom, ast.Match, ast.Nonlocal, ast.Pass, ast.Raise,
+        ast.Return, ast.Try, ast.While, ast.With,
+        # expressions
+        ast.Attribute, ast.Await, ast.BinOp, ast.BoolOp, ast.Call, ast.Compare, ast.Constant,
+        ast.Dict, ast.DictComp, ast.FormattedValue, ast.GeneratorExp, ast.IfExp, ast.JoinedStr,
+        ast.Lambda, ast.List, ast.ListComp, ast.Name, ast.NamedExpr, ast.Set, ast.SetComp,
+        ast.Slice, ast.Starred, ast.Subscript, ast.Tuple, ast.UnaryOp,
+        # their parts
+        ast.alias, ast.arg, ast.arguments, ast.comprehension, ast.keyword, ast.ExceptHandler,
+        ast.MatchClass,
+    }
 )  # fmt: skip
 _AT_TOP = (
     ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass
@@ -117,19 +117,11 @@ _INSTEAD: dict[type[ast.AST], str] = {
     ast.TryStar: "`except*` is not allowed; write `except Exception`",
 }
 _FORBIDDEN = {
-    "breakpoint": "it waits for a person",
-    "compile": "a graph may not make code of texts",
-    "eval": "a graph may not make code of texts; let operator.Programmer compute",
-    "exec": "a graph may not make code of texts; let operator.Programmer run a program",
-    "globals": "a graph names its values",
-    "help": "it waits for a person",
-    "input": "the problem is the argument of __call__",
-    "locals": "a graph names its values",
+    **dict.fromkeys(("compile", "eval", "exec"), "let operator.Programmer run a program"),
+    **dict.fromkeys(("breakpoint", "help", "input"), "nobody is there to answer"),
+    **dict.fromkeys(("delattr", "dir", "globals", "locals", "vars"), "a graph names its values"),
     "open": "a graph has no files",
     "setattr": "write self.name = value",
-    "delattr": "a graph names its values",
-    "vars": "a graph names its values",
-    "dir": "a graph names its values",
 }
 _READS_PRIVATE = re.compile(r"\{[^{}\s]*[.\[]__\w+__[^{}]*\}")
 """A text that `format` would read private attributes by."""
@@ -158,15 +150,6 @@ def why_forbidden(name: str) -> str | None:
     return f"`{name}` is not allowed: {_FORBIDDEN.get(name, 'a graph has no use for it')}"
 
 
-def import_of(name: str) -> str | None:
-    """The line that brings a name of Python's modules; None for any other name."""
-    if name in MODULES:
-        return f"import {name}"
-    homes = [module for module, names in MODULES.items() if names and name in names]
-    homes += ["typing"] * (name in typing.__all__)
-    return f"from {homes[0]} import {name}" if homes else None
-
-
 def public(module: str, name: str) -> bool:
     """Whether a graph may use this name of an allowed module."""
     names = MODULES[module]
@@ -180,11 +163,6 @@ def public(module: str, name: str) -> bool:
     return not isinstance(found, types.ModuleType)
 
 
-def _is_constant(node: ast.stmt) -> bool:
-    """A docstring, or a value on a line of its own."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
 def _targets(node: ast.stmt) -> list[ast.expr]:
     if isinstance(node, ast.Assign):
         return node.targets
@@ -192,13 +170,13 @@ def _targets(node: ast.stmt) -> list[ast.expr]:
 
 
 class _Check:
-    """Looks at one node at a time; a method `_KIND` returns False where nothing inside is to be
-    looked at."""
+    """Looks at one node at a time. A method `_KIND` returns False where nothing inside of the node
+    is to be looked at."""
 
     def __init__(self, workflow: ast.ClassDef | None, refusals: Refusals) -> None:
         self.workflow, self.refusals = workflow, refusals
         self.named: set[ast.AST] = set()
-        """Whose name is read: a class may be one, as in `error.__class__.__name__`."""
+        """Nodes whose `__name__` is read: a class may be one, as in `error.__class__.__name__`."""
         self.called: set[ast.AST] = set()
 
     def refuse(self, message: str, node: ast.AST) -> None:
@@ -211,11 +189,12 @@ class _Check:
                 self.at_top(part)
             return
         targets = _targets(node)  # which attributes may be set is the same everywhere
-        assigned = targets and all(isinstance(t, (ast.Name, ast.Attribute)) for t in targets)
-        called = node.value.func if _is_call(node) else None  # type: ignore[attr-defined]
-        # logging.basicConfig(...), random.seed(...): which, is for `calls.py`
-        of_module = isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name)
-        if not (isinstance(node, _AT_TOP) or _is_constant(node) or assigned or of_module):
+        fits = bool(targets) and all(isinstance(t, (ast.Name, ast.Attribute)) for t in targets)
+        if isinstance(node, ast.Expr):  # a docstring; logging.basicConfig(...), see `calls.py`
+            called = node.value.func if isinstance(node.value, ast.Call) else None
+            of_module = isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name)
+            fits = isinstance(node.value, ast.Constant) or of_module
+        if not (fits or isinstance(node, _AT_TOP)):
             message = f"`{shown(node)}` stands outside of the class; beside it only imports, "
             self.refuse(message + "constants and functions are allowed", node)
 
@@ -228,11 +207,11 @@ class _Check:
         if kind in _INSTEAD:
             self.refuse(_INSTEAD[kind], node)
             return isinstance(node, (ast.AsyncFor, ast.TryStar))
-        if isinstance(node, (ast.stmt, ast.expr)):
-            what = kind.__name__ if isinstance(node, ast.stmt) else shown(node)
-            self.refuse(f"`{what}` is not allowed in a graph", node)
-            return False
-        return True
+        if not isinstance(node, (ast.stmt, ast.expr)):
+            return True
+        what = kind.__name__ if isinstance(node, ast.stmt) else shown(node)
+        self.refuse(f"`{what}` is not allowed in a graph", node)
+        return False
 
     def _ClassDef(self, node: ast.ClassDef) -> bool:
         if node is not self.workflow:
@@ -245,9 +224,10 @@ class _Check:
             self.refuse("a decorator is not allowed here; leave it out", decorator)
         for member in node.body:
             targets = _targets(member)
-            named = bool(targets) and all(isinstance(target, ast.Name) for target in targets)
-            functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Pass)
-            if not (named or isinstance(member, functions) or _is_constant(member)):
+            fits = bool(targets) and all(isinstance(target, ast.Name) for target in targets)
+            fits |= isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Pass))
+            fits |= isinstance(member, ast.Expr) and isinstance(member.value, ast.Constant)
+            if not fits:
                 self.refuse("in the class itself only methods and constants are allowed", member)
         return True
 
@@ -281,13 +261,17 @@ class _Check:
             self.refuse(f"`{node.id}` is not allowed; a graph keeps to names of its own", node)
 
     def _Attribute(self, node: ast.Attribute) -> bool:
-        of_self = getattr(node.value, "id", "") == "self"
-        name = node.attr
-        if name == NAME and isinstance(node.ctx, ast.Load):
-            self.named.add(node.value)
-            return True
-        of_super = _is_super_init(node) and isinstance(node.ctx, ast.Load)
-        if of_super or (name == "__class__" and node in self.named):
+        name, owner = node.attr, node.value
+        of_self = getattr(owner, "id", "") == "self"
+        if isinstance(node.ctx, ast.Load):
+            if name == NAME:
+                self.named.add(owner)
+                return True
+            of_super = isinstance(owner, ast.Call) and not owner.args
+            of_super = of_super and getattr(owner.func, "id", "") == "super"  # type: ignore[attr-defined]
+            if of_super and name == "__init__":
+                return True
+        if name == "__class__" and node in self.named:
             return True
         if name.startswith("__") or (name.startswith("_") and not of_self) or name in FRAMES:
             self.refuse(f"`.{name}` is not allowed; it is private, or Python's own", node)
@@ -330,32 +314,13 @@ class _Check:
                 self.refuse(f"{module}.{alias.name} is not allowed in a graph{near}", node)
 
     def _module(self, module: str, node: ast.stmt) -> bool:
-        if module in MODULES:
-            return True
         if module in ("operator", "prompt_custom"):
-            message = f"leave `import {module}` out: {module} is there already"
-        else:
-            message = (
-                f"a graph has no module {module}; it may import asyncio, collections, itertools, "
-                "json, math, random, re, typing and a few more of Python's modules"
-            )
-        self.refuse(message, node)
-        return False
+            self.refuse(f"leave `import {module}` out: {module} is there already", node)
+        elif module not in MODULES:
+            message = f"a graph has no module {module}; it may import asyncio, collections, "
+            message += "itertools, json, math, random, re, typing and a few more of Python's"
+            self.refuse(message, node)
+        return module in MODULES
 
     def _With(self, node: ast.With) -> None:
         self.refuse("`with` is not allowed; a graph opens nothing", node)
-
-
-def _is_call(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-
-
-def _is_super_init(node: ast.Attribute) -> bool:
-    call = node.value
-    return (
-        node.attr == "__init__"
-        and isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Name)
-        and call.func.id == "super"
-        and not call.args
-    )

@@ -1,14 +1,10 @@
 """How much a written graph can cost at worst, where constants in its source tell.
 
 Calls add up, of branches the dearer one counts, helpers count where they are called, and a loop
-multiplies its body by its turns. Turns are told of ranges of constants, of texts and of lists that
-are written out and only read. What one call of an operator may ask of models is the operator's own
-figure (`Operator.most_calls`).
-
-Everything else, such as a `while` or a list that grows, may turn any number of times: where that
-costs something the graph has no bound. That is no fault: the meter of the run
-(`aflow_tune.graph.run`) stops every graph at its limits. Refused is only what plainly never
-ends.
+multiplies its body by its turns: of ranges of constants, of texts and of lists that are written out
+and only read. A call of an operator counts with its own figure (`Operator.most_calls`). Everything
+else, such as a `while`, may turn any number of times, so a graph may have no bound: the meter of
+the run (`aflow_tune.graph.run`) stops it at its limits. Refused is only what plainly never ends.
 """
 
 from __future__ import annotations
@@ -114,8 +110,16 @@ class WorstCase:
             cost = Cost().plus(*(self._function(one) for one in methods if one is not None))
         except _TooLong:
             return
-        if all(map(math.isfinite, cost)):
-            self.bound = _bound_of(cost, limits)
+        if not all(map(math.isfinite, cost)):
+            return
+        calls, model_calls = map(int, cost)
+        prompt = model_calls * limits.call_prompt_tokens
+        completion = model_calls * limits.call_completion_tokens
+        prices = (limits.usd_per_prompt_token, limits.usd_per_completion_token)
+        usd = 0.0 if model_calls == 0 else None
+        if model_calls and prices[0] is not None and prices[1] is not None:
+            usd = prompt * prices[0] + completion * prices[1]
+        self.bound = Bound(calls, model_calls, prompt, completion, usd)
 
     def _step(self) -> None:
         self._steps += 1
@@ -246,7 +250,12 @@ class WorstCase:
             names = list(inspect.signature(kind.__call__).parameters)[1:]
             options |= dict(zip((n for n in names if n != "mode"), node.args, strict=False))
             options |= {word.arg: word.value for word in node.keywords if word.arg}
-            most = _most_calls(kind, retries, {k: self._told(v) for k, v in options.items()})
+            told = {key: self._told(value) for key, value in options.items()}
+            try:
+                most = kind.most_calls(retries=retries, **told)
+            except Exception:  # a user's operator that does not take what it is told
+                most = Operator.most_calls(retries=retries)
+            most = max(0, most) if isinstance(most, int) else 1 + retries
         turns = math.prod(self._turns)
         place = (node.lineno, node.col_offset + 1, name or "llm")
         self.spenders[place] += most * int(turns) if math.isfinite(turns) else most
@@ -321,13 +330,10 @@ class WorstCase:
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
             stop = self._most(node.slice.upper) if node.slice.upper is not None else math.inf
             return min(self._length(node.value), stop if stop >= 0 else math.inf)
-        if isinstance(node, ast.Call):
-            return self._length_of_call(node)
         if isinstance(node, (ast.Name, ast.Attribute)) and self._is_only_read(node):
             return self._of_values(node, self._length)
-        return math.inf
-
-    def _length_of_call(self, node: ast.Call) -> float:
+        if not isinstance(node, ast.Call):
+            return math.inf
         name, args = self.source.python_name(node.func), node.args
         if name == "range" and 1 <= len(args) <= 3:
             whole = [_whole(item) for item in args]
@@ -394,22 +400,3 @@ def _never_ends(node: ast.While) -> bool:
     return not fixed and all(
         isinstance(item, plain) and getattr(item, "id", "") not in used for item in asked
     )
-
-
-def _most_calls(kind: type[Operator], retries: int, settings: dict[str, Any]) -> int:
-    try:
-        most = kind.most_calls(retries=retries, **settings)
-    except Exception:  # a user's operator that does not take what it is told
-        most = Operator.most_calls(retries=retries)
-    return max(0, most) if isinstance(most, int) else 1 + retries
-
-
-def _bound_of(cost: Cost, limits: CheckLimits) -> Bound:
-    model_calls = int(cost.model_calls)
-    prompt = model_calls * limits.call_prompt_tokens
-    completion = model_calls * limits.call_completion_tokens
-    prices = (limits.usd_per_prompt_token, limits.usd_per_completion_token)
-    usd = 0.0 if model_calls == 0 else None
-    if model_calls and prices[0] is not None and prices[1] is not None:
-        usd = prompt * prices[0] + completion * prices[1]
-    return Bound(int(cost.calls), model_calls, prompt, completion, usd)

@@ -1,11 +1,9 @@
 """What is wrong with the names, calls and keys of a written graph, told before it runs.
 
-Each call is held against what it calls: operators are built as they will be when the graph runs,
-and their calls bound by the rule of the run (`aflow_tune.graph.run.bind`). What cannot be told
-from the source is left to the run.
-
-Modules are the exception: a module of Python's stands in front of a dot and nowhere else, so that
-no way leads from one around the allow-list (`allowed.py`).
+Operators are built as they will be when the graph runs, and calls of them bound by the rule of the
+run (`aflow_tune.graph.run.bind`). What the source does not tell is left to the run. Modules are
+the exception: one stands in front of a dot and nowhere else, so that no way leads around the
+allow-list (`allowed.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ from aflow_tune.writer.allowed import (
     GIVEN,
     LOGGER,
     MODULES,
-    import_of,
     public,
     why_forbidden,
 )
@@ -40,14 +37,9 @@ K = RefusalKind
 _RESULT_METHODS = frozenset(dir(dict))
 _PUTTING = ("update", "setdefault")
 _READING = frozenset({"str", "print", "len", "int", "float", "isinstance"})
-_WRITES_FILES = ("filename", "handlers", "stream")
 _ASKING = (ast.BoolOp, ast.Compare, ast.If, ast.IfExp, ast.UnaryOp)
 """Where None is as good as any other value."""
-_DISPLAYS = {
-    **dict.fromkeys((ast.Dict, ast.DictComp), "dict"),
-    **dict.fromkeys((ast.List, ast.ListComp), "list"),
-    **dict.fromkeys((ast.Set, ast.SetComp), "set"),
-}
+_DISPLAYS = (ast.Dict, ast.DictComp, ast.List, ast.ListComp, ast.Set, ast.SetComp)
 _REPEATING = (
     *FUNCTIONS, ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 )  # fmt: skip
@@ -60,23 +52,23 @@ _BINDS_BESIDES = (
 def check_names(source: Source, refusals: Refusals) -> None:
     """Refuse every name that nothing stands for, or nothing yet."""
     for (owner, name), nodes in source.loads.items():
-        known = name.startswith("__") or name in (*GIVEN, *BUILTINS) or source.imports_all
+        given = name.startswith("__") or name in (*GIVEN, *BUILTINS) or source.imports_all
         for node in nodes[:MAX_REFUSALS]:
-            if owner is not None and _is_unset(source, owner, node):
-                message = f"`{name}` has no value here on any path; assign it before this line"
-                refusals.add(K.UNKNOWN_NAME, message, node)
-            elif owner is None and not known:
+            if owner is None and not given:
                 why = why_forbidden(name)
                 kind = K.UNKNOWN_NAME if why is None else K.NOT_ALLOWED
                 refusals.add(kind, why or _unknown(source, name), node)
+            elif owner is not None and _is_unset(source, owner, node):
+                message = f"`{name}` has no value here on any path; assign it before this line"
+                refusals.add(K.UNKNOWN_NAME, message, node)
 
 
 def _unknown(source: Source, name: str) -> str:
-    workflow = source.shape.workflow
-    members = {} if workflow is None else source.set_on_self.keys() | source.methods.keys()
-    if name in members:
+    if name in source.set_on_self or name in source.methods:
         return f"`{name}` belongs to the class; write self.{name}"
-    if (line := import_of(name)) is not None:
+    homes = [module for module, names in MODULES.items() if names and name in names]
+    if name in MODULES or homes:
+        line = f"import {name}" if name in MODULES else f"from {homes[0]} import {name}"
         return f"`{name}` is not defined; write `{line}`"
     bound = sorted(set().union(*source.bound.values()))
     return f"`{name}` is not defined{did_you_mean(name, bound)}; assign it before you use it"
@@ -89,10 +81,11 @@ def _is_unset(source: Source, owner: Any, node: ast.Name) -> bool:
         return False
     if any(getattr(store, "lineno", 0) <= node.lineno for store in stores):
         return False
-    inside_function = [item for item in source.outward(node) if source.scope_of.get(item) is owner]
-    return not any(isinstance(item, _REPEATING) for item in inside_function) and not any(
-        isinstance(item, _BINDS_BESIDES) for item in ast.walk(owner)
-    )
+    item: ast.AST | None = node
+    while (item := source.parent.get(item)) is not None:  # type: ignore[arg-type]
+        if isinstance(item, _REPEATING) and source.scope_of.get(item) is owner:
+            return False
+    return not any(isinstance(item, _BINDS_BESIDES) for item in ast.walk(owner))
 
 
 class CallCheck:
@@ -117,7 +110,6 @@ class CallCheck:
                 for item in ast.walk(getattr(node, "slice", node)):
                     key = item.arg if isinstance(item, ast.keyword) else getattr(item, "value", "")
                     self.written_keys |= {key} if isinstance(key, str) else set()
-        self._facts = functools.cache(lambda operator: Facts(self.operators[operator]))
         self._waits = functools.cache(self._function_waits)
         for node in source.nodes:
             check = getattr(self, f"_{type(node).__name__}", None)
@@ -134,8 +126,7 @@ class CallCheck:
     # Names and modules
 
     def _Name(self, node: ast.Name) -> None:
-        name = self.source.python_name(node)
-        around = self.parent.get(node)
+        name, around = self.source.python_name(node), self.parent.get(node)
         if name in MODULES and isinstance(node.ctx, ast.Load):
             asked = isinstance(around, ast.Call) and getattr(around.func, "id", "") == "getattr"
             if not isinstance(around, ast.Attribute) and not asked:
@@ -174,7 +165,7 @@ class CallCheck:
             self._prompt(node, name, f"{owner.id}.{name}")
         elif is_self(owner):
             self._of_self(node, name)
-        elif self._is_logger(owner) and name not in LOGGER:
+        elif name not in LOGGER and self._is_logger(owner):
             self._no_attribute(node, "a logger", LOGGER)
         elif isinstance(owner, ast.Attribute) and is_self(owner.value):
             values = self.source.values(owner) or []
@@ -182,14 +173,13 @@ class CallCheck:
             if built and name not in ("name", "llm", "__class__"):
                 self._no_attribute(node, f"{shown(owner)}, an operator to be called,", ())
         elif name not in _RESULT_METHODS and (results := self.source.results(owner)):
-            keys = self._facts(min(results)).keys
+            keys = keys_of(self.operators[min(results)])
             self._no_attribute(node, f"the result of {min(results)}, a dictionary,", keys)
 
     def _no_attribute(self, node: ast.Attribute, what: str, known: Iterable[str]) -> None:
+        near = did_you_mean(node.attr, known)
         if node.attr in known:
             near = f'; write {shown(node.value)}["{node.attr}"]'
-        else:
-            near = did_you_mean(node.attr, known)
         self.refuse(K.UNKNOWN_NAME, f"{what} has no attribute `{node.attr:.60}`{near}", node)
 
     def _of_module(self, node: ast.AST, module: str, name: str) -> None:
@@ -198,16 +188,14 @@ class CallCheck:
             return
         if dotted in MODULES or not public(module, name):
             near = did_you_mean(name, MODULES[module] or ())
-            message = f"{dotted:.80} is not allowed in a graph{near}"
-            self.refuse(K.NOT_ALLOWED, message, node)
+            self.refuse(K.NOT_ALLOWED, f"{dotted:.80} is not allowed in a graph{near}", node)
         if dotted == "logging.basicConfig" and not self._is_called(node):
             self.refuse(K.NOT_ALLOWED, "logging.basicConfig is only called", node)
 
     def _is_logger(self, node: ast.expr) -> bool:
         values = [node] if isinstance(node, ast.Call) else self.source.values(node) or []
-        made = [getattr(value, "func", value) for value in values]
-        makers = ("getLogger", "logging.Logger")
-        return any(self.source.python_name(maker).endswith(makers) for maker in made)
+        made = (self.source.python_name(getattr(value, "func", value)) for value in values)
+        return any(name.endswith(("getLogger", "logging.Logger")) for name in made)
 
     def _of_self(self, node: ast.AST, name: str) -> None:
         known = [*sorted(self.source.set_on_self), *self.source.methods, "prompts", "__class__"]
@@ -217,8 +205,8 @@ class CallCheck:
             self.refuse(K.UNKNOWN_NAME, message, node)
 
     def _Subscript(self, node: ast.Subscript) -> None:
-        key = node.slice.value if isinstance(node.slice, ast.Constant) else None
-        if isinstance(node.ctx, ast.Load) and isinstance(key, str):
+        key = getattr(node.slice, "value", None) if isinstance(node.ctx, ast.Load) else None
+        if isinstance(node.slice, ast.Constant) and isinstance(key, str):
             self._key(node, node.value, key)
 
     def _key(self, node: ast.AST, owner: ast.expr, key: str) -> None:
@@ -227,7 +215,7 @@ class CallCheck:
             self._prompt(node, key, f'self.prompts["{key:.60}"]')
             return
         results = sorted(self.source.results(owner))
-        keys = [self._facts(name).keys for name in results]
+        keys = [keys_of(self.operators[name]) for name in results]
         if keys and key not in self.written_keys and not any(key in item for item in keys):
             near = did_you_mean(key, keys[0])
             message = f"{results[0]} returns {listed(keys[0])}, not {key!r:.60}{near}"
@@ -244,19 +232,17 @@ class CallCheck:
     # Statements
 
     def _Assign(self, node: ast.Assign) -> None:
-        value = node.value
-        call = value.value if isinstance(value, ast.Await) else None
-        parts: Sequence[ast.expr] | None = None
-        if isinstance(value, (ast.Tuple, ast.List)):
-            parts = value.elts
-        elif isinstance(call, ast.Call) and shown(call.func) in ("asyncio.gather", "gather"):
-            parts = call.args
+        parts, call = node.value, getattr(node.value, "value", None)
+        given: Sequence[ast.expr] | None = getattr(parts, "elts", None)
+        if isinstance(parts, ast.Await) and isinstance(call, ast.Call):
+            given = call.args if shown(call.func) in ("asyncio.gather", "gather") else None
+        if given is None or isinstance(parts, ast.Set):
+            return
         for target in node.targets:
-            if not isinstance(target, (ast.Tuple, ast.List)) or parts is None:
-                continue
-            starred = any(isinstance(part, ast.Starred) for part in (*target.elts, *parts))
-            if not starred and len(parts) != len(target.elts):
-                message = f"{len(parts)} values are put into {len(target.elts)} names"
+            names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else given
+            starred = any(isinstance(part, ast.Starred) for part in (*names, *given))
+            if not starred and len(given) != len(names):
+                message = f"{len(given)} values are put into {len(names)} names"
                 self.refuse(K.ARGUMENTS, message, target)
 
     def _Return(self, node: ast.Return) -> None:
@@ -266,16 +252,15 @@ class CallCheck:
             return
         if isinstance(value, ast.Tuple):
             if len(value.elts) != 2 and not any(isinstance(e, ast.Starred) for e in value.elts):
-                count = len(value.elts)
-                message = f"__call__ returns {count} values; return the answer, or it and the cost"
-                self.refuse(K.SHAPE, message, node)
+                message = f"__call__ returns {len(value.elts)} values; return the answer, or it "
+                self.refuse(K.SHAPE, message + "and the cost", node)
             value = value.elts[0] if value.elts else value
         if results := self.source.results(value):
-            text = f'{shown(value)}["{self._facts(min(results)).keys[-1]}"]'
+            text = f'{shown(value)}["{keys_of(self.operators[min(results)])[-1]}"]'
             message = f"__call__ returns the whole result of {min(results)}; return {text}"
             self.refuse(K.SHAPE, message, value)
-        elif type(value) in _DISPLAYS:
-            message = f"__call__ returns a {_DISPLAYS[type(value)]}; return the text of the answer"
+        elif isinstance(value, _DISPLAYS):
+            message = f"__call__ returns `{shown(value)}`; return the text of the answer"
             self.refuse(K.SHAPE, message, value)
 
     def _of_call(self, node: ast.AST) -> bool:
@@ -301,11 +286,8 @@ class CallCheck:
                 continue
             own, name = self.source.function(node.func), self.source.python_name(node.func)
             data = isinstance(node.func, ast.Attribute) and not is_self(node.func.value)
-            if isinstance(own, ast.AsyncFunctionDef):
-                return True
-            if own is None and (
-                self.source.handles(node) or name.startswith("asyncio.") or not (name or data)
-            ):
+            asks = self.source.handles(node) or name.startswith("asyncio.") or not (name or data)
+            if isinstance(own, ast.AsyncFunctionDef) or (own is None and asks):
                 return True
         return False
 
@@ -318,8 +300,7 @@ class CallCheck:
         if isinstance(around, ast.Return):
             wrong = self._of_call(node)
         elif isinstance(around, ast.Assign) and isinstance(around.targets[0], ast.Name):
-            name = around.targets[0]
-            key = (self.source.owner(name), name.id)
+            key = self.source.owner(around.targets[0]), around.targets[0].id
             loads = self.source.loads.get(key, [])
             alone = len(self.source.stores.get(key, ())) == 1
             wrong = alone and bool(loads) and all(map(self._is_data, loads))
@@ -348,9 +329,11 @@ class CallCheck:
     # Calls
 
     def _Call(self, node: ast.Call) -> None:
-        name, function = self.source.python_name(node.func), self.source.function(node.func)
-        operator = self.shape.operator_class(node.func) or ""
+        called, first = node.func, node.args[0] if node.args else None
+        name, function = self.source.python_name(called), self.source.function(called)
+        operator = self.shape.operator_class(called) or ""
         handles = sorted(self.source.handles(node))
+        again = self.source.python_name(called.func) if isinstance(called, ast.Call) else ""
         if name:
             self._python(node, name)
         elif operator in self.operators:
@@ -363,29 +346,22 @@ class CallCheck:
         elif function is not None:
             if isinstance(function, ast.AsyncFunctionDef):
                 self._check_awaited(node)
-        elif shown(node.func) in ("create_llm_instance", "AsyncLLM"):
-            if node.args and isinstance(node.args[0], ast.Constant):
+        elif shown(called) in ("create_llm_instance", "AsyncLLM"):
+            if isinstance(first, ast.Constant):
                 message = "a graph has one model; write create_llm_instance(llm_config)"
                 self.refuse(K.ARGUMENTS, message, node)
-        elif is_self(node.func) or self._gives_data(node.func):
-            message = f"`{shown(node.func)}` is not known to be a function"
-            self.refuse(K.NOT_ALLOWED, message, node)
-        if getattr(node.func, "attr", "") == "get" and node.args:
-            self._get(node, node.func.value)  # type: ignore[attr-defined]
-
-    def _get(self, node: ast.Call, owner: ast.expr) -> None:
-        key = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
-        if not isinstance(key, str):
-            return
-        if len(node.args) + len(node.keywords) > 1:
-            self.used_prompts |= {key} if _is_prompts(owner) else set()
-        elif _is_prompts(owner) or not isinstance(self.parent.get(node), _ASKING):
-            self._key(node.args[0], owner, key)
-
-    def _gives_data(self, node: ast.expr) -> bool:
-        """`json.loads(text)`: what is called again, and is no function."""
-        name = self.source.python_name(node.func) if isinstance(node, ast.Call) else ""
-        return name.partition(".")[0] in ("json", "re", "math", "ast")
+        elif is_self(called) or again.partition(".")[0] in ("json", "re", "math", "ast"):
+            self.refuse(K.NOT_ALLOWED, f"`{shown(called)}` is not known to be a function", node)
+        # text.get("key"), with a default or without
+        if isinstance(called, ast.Attribute) and called.attr == "get":
+            key = first.value if isinstance(first, ast.Constant) else None
+            own = _is_prompts(called.value)
+            if not isinstance(key, str):
+                return
+            if len(node.args) + len(node.keywords) > 1:
+                self.used_prompts |= {key} if own else set()
+            elif own or not isinstance(self.parent.get(node), _ASKING):
+                self._key(node.args[0], called.value, key)
 
     def _python(self, node: ast.Call, name: str) -> None:
         if name == "getattr":
@@ -394,7 +370,7 @@ class CallCheck:
             self.refuse(K.NOT_ALLOWED, "type(...) makes no classes in a graph", node)
         elif name == "logging.basicConfig":
             words = {word.arg for word in node.keywords}
-            if node.args or None in words or not words.isdisjoint(_WRITES_FILES):
+            if node.args or not words.isdisjoint((None, "filename", "handlers", "stream")):
                 message = "a log goes nowhere; write logging.basicConfig(level=logging.INFO)"
                 self.refuse(K.NOT_ALLOWED, message, node)
         elif name == "asyncio.gather":
@@ -423,59 +399,66 @@ class CallCheck:
             self._of_self(node, name.value)
 
     def _build(self, node: ast.Call, name: str) -> None:
-        example = f"write operator.{name}(self.llm)"
         words = {word.arg: word.value for word in node.keywords}
         first = node.args[0] if node.args else words.get("llm")
         problem, place = "", node
         if first is None or None in words or isinstance(first, ast.Starred):
-            problem = f"{name} is built with the model; {example}"
+            problem = "is built with the model"
         elif isinstance(first, (ast.Constant, ast.JoinedStr)):
-            problem = f"{name} is built with the model first, not with {shown(first)}; {example}"
+            problem = f"is built with the model first, not with {shown(first)}"
         elif len(node.args) > 2:
-            problem = f"options of {name} are given by name; {example}"
+            problem = "takes its options by name"
         elif "prompts" in words:
-            problem = f"{name} takes no prompts here; write its instruction under `prompts`"
+            problem = "takes no prompts here; write its instruction under `prompts`"
             place = words["prompts"]  # type: ignore[assignment]
         else:
             options = options_of(node).items()
-            known = {key: value for key, value in options if not isinstance(value, ast.AST)}
-            why = _problem_of(self.operators[name], name, known) if known else ""
-            problem = f"{name} cannot be built: {why}" if why else ""
+            if known := {key: value for key, value in options if not isinstance(value, ast.AST)}:
+                problem = _problem_of(self.operators[name], name, known)
         if problem:
-            self.refuse(K.ARGUMENTS, problem, place)
+            message = f"{name} {problem}; write operator.{name}(self.llm)"
+            self.refuse(K.ARGUMENTS, message, place)
 
     def _misuse(self, node: ast.Call, instance: str, name: str) -> tuple[str, ast.AST] | None:
         """What does not fit in a call of this operator or of the model, and where."""
+        named = {word.arg: word.value for word in node.keywords}
         if name not in self.operators:
-            return self._misuse_of_model(node) if instance == MODEL else None
-        who, facts = f"{instance} ({name})", self._facts(name)
-        call = self.source.methods["__call__"]
+            asked = isinstance(node.func, ast.Attribute) and node.func.attr == "aask"
+            model = node.func.value if asked else node.func  # type: ignore[attr-defined]
+            values = self.source.values(model) or () if instance == MODEL else ()
+            fits = asked or (len(node.args) < 2 and {*named} <= {"prompt"})
+            fits = fits and bool(node.args or named)
+            if fits or not any("create_llm_instance" in shown(value) for value in values):
+                return None
+            return "the model is called with one text: await self.llm(text)", node
+        kind = self.operators[name]
+        parameters = [
+            item
+            for item in inspect.signature(kind.__call__).parameters.values()
+            if item.name not in ("self", "mode")
+        ]
+        plain = [item.replace(annotation=inspect.Parameter.empty) for item in parameters]
+        who, signature = f"{instance} ({name})", inspect.Signature(plain)
         starred = [item.value for item in node.args if isinstance(item, ast.Starred)]
         if starred:
-            letters = shown(starred[0]) in {item.arg for item in call.args.args}
-            text = f"{who} is called with the letters of a text; write {facts.signature}"
-            return (text, node) if letters else None
-        if any(word.arg is None for word in node.keywords):
+            texts = {item.arg for item in self.source.methods["__call__"].args.args}
+            text = f"{who} is called with the letters of a text; write {signature}"
+            return (text, node) if shown(starred[0]) in texts else None
+        if None in named:
             return None
-        named = {str(word.arg): word.value for word in node.keywords}
         try:
-            bound = bind(self.operators[name], node.args, named)
+            bound = bind(kind, node.args, named)  # type: ignore[arg-type]
         except TypeError as error:
-            near = [did_you_mean(word, facts.names) for word in named if word not in facts.names]
-            return f"{who} is called as {facts.signature}: {error}{''.join(near[:1])}", node
-        for argument, value in bound.arguments.items():
-            if argument in facts.lists and isinstance(value, ast.expr) and self._is_text(value):
-                return f"{argument} of {who} is a list of texts; write [{shown(value)}]", value
+            unknown = [str(word) for word in named if word not in signature.parameters]
+            near = did_you_mean(unknown[0], signature.parameters) if unknown else ""
+            return f"{who} is called as {signature}: {error}{near}", node
+        for item in parameters:
+            value = bound.arguments.get(item.name)
+            takes = str(item.annotation).casefold()
+            lists = takes.startswith(("list", "sequence", "typing.list"))
+            if lists and isinstance(value, ast.expr) and self._is_text(value):
+                return f"{item.name} of {who} is a list of texts; write [{shown(value)}]", value
         return None
-
-    def _misuse_of_model(self, node: ast.Call) -> tuple[str, ast.AST] | None:
-        asked = isinstance(node.func, ast.Attribute) and node.func.attr == "aask"
-        values = self.source.values(node.func.value if asked else node.func)  # type: ignore[attr-defined]
-        if not any("create_llm_instance" in shown(value) for value in values or ()):
-            return None
-        fits = asked or (len(node.args) < 2 and all(w.arg == "prompt" for w in node.keywords))
-        said = "the model is called with one text: await self.llm(text)"
-        return None if fits and (node.args or node.keywords) else (said, node)
 
     def _is_text(self, node: ast.expr) -> bool:
         if isinstance(node, ast.Subscript) and self.source.results(node.value):
@@ -491,31 +474,18 @@ def _is_prompts(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "prompts" and is_self(node.value)
 
 
-class Facts:
-    """What the check needs to know of an operator."""
-
-    def __init__(self, kind: type[Operator]) -> None:
-        signature = inspect.signature(kind.__call__)
-        told = [item for item in signature.parameters.values() if item.name not in ("self", "mode")]
-        self.keys = list(kind.returns or [field.name for field in kind.fields])
-        """Of its result."""
-        self.lists = {
-            item.name
-            for item in told
-            if str(item.annotation).casefold().startswith(("list", "sequence", "typing.list"))
-        }
-        """Parameters that take lists."""
-        self.names = [item.name for item in told]
-        plain = [item.replace(annotation=inspect.Parameter.empty) for item in told]
-        self.signature = str(inspect.Signature(plain))
+def keys_of(kind: type[Operator]) -> list[str]:
+    """The keys of what an operator returns."""
+    return list(kind.returns or [field.name for field in kind.fields])
 
 
 def _problem_of(kind: type[Operator], name: str, options: Mapping[str, Any]) -> str:
     try:
         kind(ScriptedModel([]), name="checked", **options)
     except BadInput as error:
-        fault = error.faults[0] if error.faults else None
-        return f"expected {fault.expected}, found {fault.found}" if fault else str(error)
+        fault = error.faults[0]
+        return f"cannot be built: expected {fault.expected}, found {fault.found}"
     except Exception as error:  # also whatever a user's operator raises
-        return f"{str(error) or type(error).__name__:.200}".replace("Operator.__init__()", name)
+        why = f"{str(error) or type(error).__name__:.200}".replace("Operator.__init__()", name)
+        return f"cannot be built: {why}"
     return ""

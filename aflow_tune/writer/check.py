@@ -2,9 +2,9 @@
 
     text -> `form.py` -> syntax -> `allowed.py` -> `calls.py` -> `bound.py` -> budget
 
-Each refusal is a sentence that a policy could learn from, with its place in the graph's code; all
-are said at once, and nothing that only follows from something else. Nothing of the graph is run,
-and no text makes the check raise, or take long. What passes still runs in the sandbox.
+Each refusal is a sentence that a policy could learn from, with its place; all are said at once.
+Nothing of the graph is run, and no text makes the check raise, or take long. What passes still
+runs in the sandbox.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check_written(
     problem_type: str | None = None,
     limits: CheckLimits | None = None,
 ) -> Verdict:
-    """Check what a policy wrote. Raises for no text.
+    """Check what a policy wrote. Never raises.
 
     Args:
         operators: those that the graph may use, by name.
@@ -84,7 +84,7 @@ def check_graph_of(
     problem_type: str | None = None,
     limits: CheckLimits | None = None,
 ) -> Verdict:
-    """Check a workflow that has been read. Raises for no workflow; arguments as `check_written`."""
+    """Check a workflow that has been read; as `check_written`, whose arguments these are."""
     check = _Check(written, operators, problem_type, limits or CheckLimits())
     try:
         check.all()
@@ -141,10 +141,14 @@ class _Check:
 
     def _is_python(self) -> bool:
         code = self.written.code
+        depth = nesting = 0  # brackets in texts count too, which does no harm
+        for bracket in re.findall(r"[()\[\]{}]", code[: MAX_CODE_CHARS + 1]):
+            depth = depth + 1 if bracket in "([{" else max(0, depth - 1)
+            nesting = max(nesting, depth)
         try:
             if len(code) > MAX_CODE_CHARS:
                 self.too_large(f"has {len(code):,} characters, at most {MAX_CODE_CHARS:,} may be")
-            elif _max_nesting(code) > MAX_DEPTH:
+            elif nesting > MAX_DEPTH:
                 self.too_large("is nested too deeply")
             else:
                 with warnings.catch_warnings():
@@ -177,13 +181,13 @@ class _Check:
         flow, call = source.graph.flow, source.methods["__call__"]
         if not returns_of(call):
             message = "__call__ returns nothing; end it with `return answer, cost`"
-        elif self.refusals.any():
+        elif self.refusals.by_place:
             return
         elif not flow.nodes and not flow.handed_on:
             message = "the workflow calls no operator, as in await self.solve(input=problem)"
         elif any(edge.target == ANSWER and edge.source >= 0 for edge in flow.edges):
             return
-        elif not _Carried(source).reaches_answer():
+        elif not _Carried(source).may_return(call):
             message = "no operator's result reaches the answer; return one's result, as in "
             message += 'return solution["response"]'
         else:
@@ -195,7 +199,7 @@ class _Check:
         for fault in shape.faults:
             place = re.search(r":(\d+)$", fault.where)
             line = int(place[1]) if place else 0
-            if not (line and self.refusals.has_line(line)):
+            if not (line and any(place[0] == line for place in self.refusals.by_place)):
                 message = f"expected {fault.expected}, found {fault.found}; {fault.cure}"
                 self.refusals.at(RefusalKind.SHAPE, message, line, 1 if line else 0)
         call = source.methods.get("__call__")
@@ -252,25 +256,24 @@ class _Carried:
         self.names: set[str] = set()
         self.decided: set[ast.AST] = set()
         """What is reached, or not, by what an operator gave."""
-        self.settled = False
+        self.unsettled = False
         for _ in range(_MOST_PASSES):
             before = len(self.names) + len(self.decided)
             for node in source.nodes:
                 self._pass_on(node)
             if before == len(self.names) + len(self.decided):
-                self.settled = True
                 return
+        self.unsettled = True
 
-    def reaches_answer(self) -> bool:
-        """Whether an answer of the workflow may come from an operator."""
-        returns = returns_of(self.source.methods["__call__"])
-        return not self.settled or any(map(self._returned, returns))
-
-    def _returned(self, node: ast.Return) -> bool:
-        value: Any = node.value
-        if isinstance(value, ast.Tuple) and len(value.elts) == 2:
-            value = value.elts[0]  # the other one is the cost
-        return node in self.decided or self._holds(value)
+    def may_return(self, function: ast.AST) -> bool:
+        """Whether what a function returns may come from an operator."""
+        for node in returns_of(function):
+            value: Any = node.value
+            if isinstance(value, ast.Tuple) and len(value.elts) == 2:
+                value = value.elts[0]  # the other one is the cost
+            if node in self.decided or self._holds(value):
+                return True
+        return self.unsettled
 
     def _holds(self, *parts: ast.AST | None) -> bool:
         for node in (item for part in parts if part is not None for item in ast.walk(part)):
@@ -301,7 +304,7 @@ class _Carried:
                 self._decide(children(node))
         elif isinstance(node, ast.Call):
             self._call(node)
-        elif isinstance(node, Function) and any(map(self._returned, returns_of(node))):
+        elif isinstance(node, Function) and self.may_return(node):
             self.names |= {node.name, f".{node.name}"}
 
     def _call(self, node: ast.Call) -> None:
@@ -335,12 +338,3 @@ class _Carried:
 
     def _decide(self, statements: Sequence[ast.AST]) -> None:
         self.decided.update(part for item in statements for part in ast.walk(item))
-
-
-def _max_nesting(code: str) -> int:
-    """Brackets that are open at once, at most; those in texts count too, which does no harm."""
-    depth = most = 0
-    for bracket in re.findall(r"[()\[\]{}]", code):
-        depth = depth + 1 if bracket in "([{" else max(0, depth - 1)
-        most = max(most, depth)
-    return most

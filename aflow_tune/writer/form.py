@@ -12,6 +12,7 @@ first. Nothing is run here, and what is read is bounded in size.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import textwrap
@@ -54,7 +55,7 @@ _FORM = f'{{"{PROMPTS}": {{...}}, "{CODE}": "class Workflow: ..."}}'
 
 
 class Unreadable(ValueError):
-    """There is no workflow in a text. `refusal` says why."""
+    """No workflow was found in a text; `refusal` says why."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal)
@@ -68,7 +69,7 @@ def as_text(prompts: Mapping[str, str], code: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """The text without what none can hold: lone surrogates, null characters."""
+    """The text without lone surrogates and null characters."""
     return _NO_TEXT.sub("\ufffd", text)
 
 
@@ -114,20 +115,13 @@ class _Found:
     form: WrittenForm
     notes: list[str]
 
-    def written(self) -> tuple[Written, tuple[Refusal, ...]]:
-        prompts, refusals = self._prompts()
-        code = _clean(self._code())
-        if (aflow := translated(code)) != code:
-            self.mended("ScoreFlow's form was put into AFlow's")
-            code = aflow
-        return Written(code, prompts, self.form, tuple(self.notes)), tuple(refusals)
-
     def mended(self, note: str) -> None:
         self.notes.append(note)
         if self.form is WrittenForm.HYBRID:
             self.form = WrittenForm.REPAIRED
 
-    def _code(self) -> str:
+    def written(self) -> tuple[Written, tuple[Refusal, ...]]:
+        prompts, refusals = self._prompts()
         code = self.code
         blocks = [block for block in fenced_blocks(code) if _CLASS.search(block.code)]
         if blocks and not _CLASS.search(code[: blocks[-1].start]):
@@ -141,10 +135,13 @@ class _Found:
             if dedented != code.lstrip("\n"):
                 self.mended("the code was indented as a whole")
             code = dedented
-        return code
+        code = _clean(code)
+        if (aflow := translated(code)) != code:
+            self.mended("ScoreFlow's form was put into AFlow's")
+        return Written(aflow, prompts, self.form, tuple(self.notes)), tuple(refusals)
 
     def _prompts(self) -> tuple[dict[str, str], list[Refusal]]:
-        given = self.prompts
+        given, refuse = self.prompts, functools.partial(Refusal, RefusalKind.PROMPT)
         if given is None:
             if self.form is not WrittenForm.CODE:
                 self.mended(f"there is no `{PROMPTS}`")
@@ -152,18 +149,15 @@ class _Found:
         if not isinstance(given, Mapping):
             self.notes.append(f"`{PROMPTS}` was left out")
             what = f"`{PROMPTS}` is {_named(given)}; write an object from instances to texts"
-            return {}, [Refusal(RefusalKind.PROMPT, what)]
+            return {}, [refuse(what)]
         texts = {name: value for name, value in given.items() if isinstance(value, str)}
         refusals = [
-            Refusal(
-                RefusalKind.PROMPT, f"the prompt of {name!r:.60} is {_named(value)}; write its text"
-            )
+            refuse(f"the prompt of {name!r:.60} is {_named(value)}; write its text")
             for name, value in given.items()
             if name not in texts
         ][:MAX_PROMPTS]
         if len(given) > MAX_PROMPTS:
-            what = f"there are {len(given)} prompts; write at most {MAX_PROMPTS}"
-            refusals.append(Refusal(RefusalKind.PROMPT, what))
+            refusals.append(refuse(f"there are {len(given)} prompts; write at most {MAX_PROMPTS}"))
         prompts = {_clean(str(name)): _clean(texts[name]) for name in list(texts)[:MAX_PROMPTS]}
         if len(prompts) < len(given):
             self.notes.append(f"{len(given) - len(prompts)} prompts were left out")
@@ -180,7 +174,9 @@ def _named(value: Any) -> str:
 
 def _object(text: str) -> _Found | None:
     """The JSON object of a reply: as it is, among other text, mended, or beside its code."""
-    whole = whole_object(_unfenced(text))
+    blocks = list(fenced_blocks(text)) if text.startswith("```") else []
+    fenced = len(blocks) == 1 and (blocks[0].start, blocks[0].end) == (0, len(text))
+    whole = whole_object(blocks[0].code if fenced else text)
     if (found := _with_code(whole)) is not None:
         if found is whole:
             return _from(found, WrittenForm.HYBRID, [])
@@ -302,12 +298,6 @@ def _python(text: str) -> _Found | None:
 
 
 # What an object holds
-
-
-def _unfenced(text: str) -> str:
-    blocks = list(fenced_blocks(text)) if text.startswith("```") else []
-    whole = len(blocks) == 1 and blocks[0].start == 0 and blocks[0].end == len(text)
-    return blocks[0].code if whole else text
 
 
 def _key(name: Any) -> str:

@@ -11,8 +11,6 @@ import contextlib
 import difflib
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.graph import inside
@@ -46,14 +44,6 @@ _COST = ', self.llm.get_usage_summary()["total_cost"]'
 """What AFlow's graphs return beside the answer; a run counts its own."""
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What the policy wrote, and what it is told about it."""
-
-    text: str
-    said: str
-
-
 def policy_messages(
     problem: str,
     *,
@@ -63,7 +53,7 @@ def policy_messages(
     entry_point: str | None = None,
     template: str | None = None,
     answer_form: str = "",
-    earlier: Sequence[Turn] = (),
+    earlier: Sequence[tuple[str, str]] = (),
 ) -> list[dict[str, str]]:
     """The conversation that the policy answers with a workflow.
 
@@ -72,11 +62,14 @@ def policy_messages(
         entry_point: the function to write, for problems of code.
         template: in place of the shipped one; see `template_faults`.
         answer_form: of the problem's benchmark; the graph reads it behind the problem.
-        earlier: the turns so far, oldest first.
+        earlier: what the policy wrote in each turn, and was told about it, oldest first.
     """
+    most = [f"{limits.model_calls} model call{'' if limits.model_calls == 1 else 's'}"]
+    most += [f"{limits.tokens} tokens"] if limits.tokens is not None else []
+    most += [f"{limits.usd:g} US dollars"] if limits.usd is not None else []
     values = {
-        "operators": "\n".join(operator_line(kind, limits) for kind in operators.values()),
-        "budget": budget_text(limits),
+        "operators": "\n".join(_operator_line(kind, limits) for kind in operators.values()),
+        "budget": f"At most {' and '.join(most)}.",
         "example": _example(tuple(sorted(operators.items())), problem_type, limits),
         "problem": problem,
         "problem_type": problem_type or "",
@@ -88,42 +81,29 @@ def policy_messages(
     lines = (TEMPLATE if template is None else template).split("\n")
     kept = [line for line in lines if not placeholders(line) & empty]
     messages = [{"role": "user", "content": fill("\n".join(kept), values)}]
-    for turn in earlier:
-        messages.append({"role": "assistant", "content": turn.text})
-        messages.append({"role": "user", "content": turn.said})
+    for wrote, told in earlier:
+        messages.append({"role": "assistant", "content": wrote})
+        messages.append({"role": "user", "content": told})
     return messages
 
 
-def operator_line(kind: type[Operator], limits: CheckLimits) -> str:
+def _operator_line(kind: type[Operator], limits: CheckLimits) -> str:
     """One operator: its call, the keys it returns, its most calls of the model, its purpose."""
-    about = kind.describe()
-    # Operators take `mode` for the sake of AFlow's graphs; it is no matter of the workflow.
-    arguments = ", ".join(_argument(one) for one in about["arguments"] if one["name"] != "mode")
+    about, arguments = kind.describe(), []
+    for argument in about["arguments"]:
+        if argument["name"] == "mode":  # taken for the sake of AFlow's graphs
+            continue
+        text = str(argument["name"])
+        if argument["type"] not in ("str", "Any"):
+            text += f": {argument['type']}"
+        if "default" in argument:
+            default = argument["default"]
+            text += f'="{default}"' if isinstance(default, str) else f"={default!r}"
+        arguments.append(text)
     calls = kind.most_calls(retries=limits.retries)
     counted = "1 call" if calls == 1 else f"up to {calls} calls"
-    keys = ", ".join(about["returns"])
-    return f"- {about['name']}({arguments}) -> {keys} ({counted}). {about['description']}"
-
-
-def _argument(argument: Mapping[str, Any]) -> str:
-    text = str(argument["name"])
-    if argument["type"] not in ("str", "Any"):
-        text += f": {argument['type']}"
-    if "default" in argument:
-        default = argument["default"]
-        text += f'="{default}"' if isinstance(default, str) else f"={default!r}"
-    return text
-
-
-def budget_text(limits: CheckLimits) -> str:
-    """What a graph may use at worst, in words."""
-    calls = limits.model_calls
-    most = [f"{calls} model call{'' if calls == 1 else 's'}"]
-    if limits.tokens is not None:
-        most.append(f"{limits.tokens} tokens")
-    if limits.usd is not None:
-        most.append(f"{limits.usd:g} US dollars")
-    return f"At most {' and '.join(most)}."
+    call, keys = f"{about['name']}({', '.join(arguments)})", ", ".join(about["returns"])
+    return f"- {call} -> {keys} ({counted}). {about['description']}"
 
 
 def template_faults(template: str, where: str) -> list[Fault]:

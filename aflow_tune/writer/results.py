@@ -1,18 +1,29 @@
-"""What becomes of a workflow that the policy wrote: its outcome, reward and record.
+"""What becomes of a workflow that the policy wrote: its run, outcome, reward and record.
+
+It is run with three fallbacks, each of which is counted. The time limit is for all attempts
+together, every other limit is each attempt's own; code that was refused is never run.
+
+- 0, clean: the graph as it was written, if the check let it pass.
+- 1, default prompts: the same code with plain instructions, if its constructor raised or the
+  check refused nothing but prompts.
+- 2, simpler: a straight line of the operators that it names, if it failed while it ran.
+- 3, default workflow: the fixed one of the problem's type, if the code was refused or 2 failed.
+
+What a graph says before any of its operators gave a result is no answer: one that its writer knew
+would otherwise earn the most, for nothing.
 
 The outcome is a class, coarse on purpose: with the graph's structure it is GiGPO's anchor state.
-The reward has the parts of `scoring/five_part.py`, of what running the workflow spent over all
-attempts and turns; the policy's own tokens are no part of it. The part `format` is the answer's
-form times the form of the writing: hybrid 1, repaired 0.75, code alone 0.5, unreadable 0; less a
-tenth of that for each refusal, at most nine; code that is no Python counts as nine refusals.
-With `span` = highest - lowest and `sum` the weighted mean of the known parts:
+The reward has the parts of `five_part`, of the executor's spend over all attempts and turns. The
+part `format` is the answer's form times the form of the writing: hybrid 1, repaired 0.75, code
+alone 0.5, unreadable 0; less a tenth of that for each refusal, at most nine; code that is no Python
+counts as nine refusals. With `span` = highest - lowest and `sum` the weighted mean of the known
+parts, a fallback earns less than the worst clean run, and a deeper one less than a shallower one:
 
     clean run                  lowest + span * (0.1 + 0.9 * sum)
     1: default prompts         lowest + span * (0.06 + 0.02 * sum)
     2: simpler workflow        lowest + span * (0.03 + 0.02 * sum)
     3: default workflow        lowest + span * 0.02 * form of the writing
 
-So a fallback earns less than the worst clean run, and a deeper one less than a shallower one.
 The keys of a record are the contract with its readers. Nothing of the gold answer is in it.
 """
 
@@ -21,23 +32,42 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from aflow_tune.errors import AflowTuneError
+from aflow_tune.graph.run import GraphLimits
 from aflow_tune.graph.flow import ANSWER, MODEL, PROBLEM, Flow
 from aflow_tune.graph.graph import Graph
-from aflow_tune.models.types import ModelFailure
+from aflow_tune.graph.run import GraphEnding, GraphRun
+from aflow_tune.graph.shape import walk
+from aflow_tune.models import as_client
+from aflow_tune.models.types import ModelClient, ModelFailure
+from aflow_tune.operators import OPERATORS, Operator
 from aflow_tune.operators.reading import whole_object
+from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.scoring import find
-from aflow_tune.scoring.five_part import FivePart, Usage, five_part
-from aflow_tune.scoring.rewards import WEIGHTS, reward_settings, weighted
+from aflow_tune.scoring.rewards import (
+    WEIGHTS,
+    FivePart,
+    Usage,
+    five_part,
+    reward_settings,
+    total,
+    weighted,
+)
 from aflow_tune.sections import FivePartSection
 from aflow_tune.trace import ModelCall, Trace
-from aflow_tune.writer.execute import Executed
-from aflow_tune.writer.prompting import KEEP, Turn
+from aflow_tune.writer.prompting import KEEP
+from aflow_tune.writer.templates import (
+    INSTRUCTIONS,
+    default_graph,
+    default_instructions,
+    straight_line,
+)
 from aflow_tune.writer.types import (
     MAX_REFUSALS,
     Level,
@@ -47,6 +77,150 @@ from aflow_tune.writer.types import (
     Verdict,
     WrittenForm,
 )
+
+SHARE = 0.75
+"""Of the time that is left, for an attempt that another may follow."""
+LEAST_SECONDS = 0.05
+"""With less than this left no attempt begins."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One graph that was run, or could not be."""
+
+    level: Level
+    graph: Graph
+    run: GraphRun
+
+    @property
+    def why(self) -> str:
+        """Why it gave no answer: its ending and the reason; empty if it gave one."""
+        return "" if self.run.ok else f"{self.run.ending.value}: {self.run.reason}"
+
+
+@dataclass(frozen=True)
+class Executed:
+    """What became of a written workflow: all attempts in order, of which the last one counts.
+
+    Only the last one may have an answer. `seconds` is the wall-clock time of everything.
+    """
+
+    attempts: tuple[Attempt, ...]
+    seconds: float
+
+    @property
+    def level(self) -> Level:
+        """Of the last attempt, as `run` and `graph`."""
+        return self.attempts[-1].level
+
+    @property
+    def run(self) -> GraphRun:
+        return self.attempts[-1].run
+
+    @property
+    def graph(self) -> Graph:
+        return self.attempts[-1].graph
+
+    @property
+    def why(self) -> str:
+        """Why the first attempt that failed did; empty where none failed."""
+        return next((attempt.why for attempt in self.attempts if attempt.why), "")
+
+
+async def run_written(
+    verdict: Verdict,
+    problem: str,
+    entry_point: str | None = None,
+    *,
+    executor: Any,
+    clients: Mapping[str, ModelClient] | None = None,
+    models: Mapping[str, str] | None = None,
+    limits: GraphLimits | None = None,
+    sandbox: str = "auto",
+    problem_type: str = "math",
+    operators: Mapping[str, type[Operator]] = OPERATORS,
+    fallbacks: bool = True,
+) -> Executed:
+    """Run what the policy wrote on a problem; where that fails, what stands in for it.
+
+    Args:
+        verdict: of the check, which decides what of it may run.
+        entry_point: name of the function to write; for problems of code.
+        executor: the frozen model that operators call, as `aflow_tune.models.as_client` takes it.
+        clients: other models by role.
+        models: role by operator, instance or the graph's own name of a model.
+        limits: `seconds` for everything together, the rest for each attempt.
+        operators: those that a graph may use, by name.
+        fallbacks: False: a graph that passed the check is run once, to see whether it works.
+
+    Raises:
+        BudgetReached: the run's budget is used up.
+        SandboxUnavailable: no sandbox can be built here.
+        BadInput: `models` names a role without a client, or no operator can answer a problem.
+    """
+    most = limits or GraphLimits()
+    given: dict[str, Any] = {"model": as_client(executor), "clients": clients}
+    given |= {"models": models, "sandbox": sandbox}
+    names_entry = entry_point is not None
+    default = default_graph(problem_type, operators, names_entry)
+    started = time.monotonic()
+    attempts: list[Attempt] = []
+
+    async def attempt(level: Level, graph: Graph, share: float = SHARE) -> GraphRun:
+        """Run a graph in `share` of the time that is left, and note how it went."""
+        seconds = (most.seconds - (time.monotonic() - started)) * share
+        if seconds < LEAST_SECONDS:
+            reason = f"no time is left of {most.seconds:g} s"
+            run = GraphRun(GraphEnding.TIMED_OUT, reason=reason)
+        elif graph.shape.needs_entry_point and not names_entry:
+            reason = "its __call__ takes an entry point, and the problem has none"
+            run = GraphRun(GraphEnding.RAISED, reason=reason)
+        else:
+            bounded = replace(most, seconds=seconds)
+            run = (await graph.run(problem, entry_point, limits=bounded, **given)).with_text()
+        if run.ending is GraphEnding.SANDBOX_UNAVAILABLE:
+            raise SandboxUnavailable(run.reason)
+        if run.ok and not run.answered:
+            reason = f"{graph.label}: it answered without a result of any operator"
+            run = replace(run, ending=GraphEnding.NO_ANSWER, answer=None, reason=reason)
+        attempts.append(Attempt(level, graph, run))
+        return run
+
+    async def written(graph: Graph) -> bool:
+        """What was written, and what is built of its parts; whether one gave an answer."""
+        run = await attempt(Level.CLEAN, graph) if verdict.ok else None
+        if run is None or (run.ending is GraphEnding.RAISED and run.level and not run.built):
+            plain = with_default_prompts(graph, problem_type)
+            run = await attempt(Level.DEFAULT_PROMPTS, plain)
+        named = list(graph.shape.instances.values())
+        line = None if run.ok else straight_line(named, operators, problem_type, names_entry)
+        return run.ok or (line is not None and (await attempt(Level.SIMPLER, line)).ok)
+
+    graph = verdict.graph
+    if graph is not None and verdict.ok and not fallbacks:
+        await attempt(Level.CLEAN, graph, share=1.0)
+    elif graph is None or not verdict.code_ok or not await written(graph):
+        await attempt(Level.DEFAULT_WORKFLOW, default, share=1.0)
+    return Executed(tuple(attempts), time.monotonic() - started)
+
+
+def with_default_prompts(graph: Graph, problem_type: str) -> Graph:
+    """The same code with plain instructions, and one for every name of a prompt that it reads:
+    `self.prompts["name"]`, `prompt_custom.name`."""
+    shape = graph.shape
+    plain = INSTRUCTIONS.get(problem_type, INSTRUCTIONS["math"])
+    read = {}
+    for node in walk(shape.tree) if shape.tree is not None else ():
+        owner = getattr(node, "value", None)
+        key = getattr(getattr(node, "slice", None), "value", None)
+        if getattr(owner, "attr", "") == "prompts" and isinstance(key, str):
+            read[key] = plain
+        elif shape.modules.get(getattr(owner, "id", "")) == "prompt" and hasattr(node, "attr"):
+            read[node.attr] = plain
+    own = dict.fromkeys(shape.instances, "")
+    takes = default_instructions(shape.instances, graph.known, problem_type)
+    return replace(graph, prompts={}, instructions={**read, **own, **takes})
+
 
 START = "start"
 """The state before anything was written."""
@@ -111,10 +285,10 @@ def _order(flow: Flow) -> list[int]:
     Nodes that a few rounds of colour refinement (Weisfeiler and Leman) cannot tell apart keep
     the order of the source.
     """
-    count = len(flow.nodes)
+    numbers = range(len(flow.nodes))
     names = {node.number: f"{node.operator or MODEL}/{len(node.loops)}" for node in flow.nodes}
     colours = {**names, PROBLEM: "P", ANSWER: "A"}
-    for _ in range(min(count, _ROUNDS)):
+    for _ in numbers[:_ROUNDS]:
         around: dict[int, list[str]] = {number: [] for number in colours}
         for edge in flow.edges:
             around[edge.target].append(f"in {edge.kind} {colours[edge.source]}")
@@ -123,15 +297,14 @@ def _order(flow: Flow) -> list[int]:
             number: hashlib.sha256("|".join([colour, *sorted(around[number])]).encode()).hexdigest()
             for number, colour in colours.items()
         }
-    depths = dict.fromkeys(range(count), 0)
-    for _ in range(count):
-        before = dict(depths)
-        for edge in flow.edges:
-            if edge.source >= 0 and edge.target >= 0 and edge.kind != "carried":
-                depths[edge.target] = min(count, max(depths[edge.target], depths[edge.source] + 1))
-        if depths == before:
-            break
-    return sorted(range(count), key=lambda n: (depths[n], names[n], colours[n], n))
+    depths, most = dict.fromkeys(numbers, 0), len(numbers)
+    inner = [edge for edge in flow.edges if edge.source >= 0 and edge.target >= 0]
+    for _ in numbers:
+        for edge in inner:
+            if edge.kind != "carried":
+                deeper = max(depths[edge.target], depths[edge.source] + 1)
+                depths[edge.target] = min(most, deeper)
+    return sorted(numbers, key=lambda n: (depths[n], names[n], colours[n], n))
 
 
 def operators_of(graph: Graph | None) -> dict[str, int]:
@@ -172,33 +345,28 @@ class TurnResult:
         """The anchor state of the next turn, without the task, which the recorder adds."""
         return f"{self.structure or '-'} / {self.outcome}"
 
-    def told(self) -> Turn:
+    def told(self) -> str:
         """The turn as the policy is shown it before the next one."""
         run, refusals = self.executed.run, self.verdict.refusals
         if self.executed.level is Level.CLEAN and run.ok:
-            tokens = self.usage.tokens
-            spent = f"It made {_calls(self.model_calls)}"
-            spent += "." if tokens is None else f" of {tokens} tokens."
-            lines = [f"Your workflow ran and answered:\n{_cut(run.text)}", spent]
-        else:
-            if refusals:
-                lines = ["Your workflow was refused before it ran:"]
-                lines += [f"- {_cut(str(item))}" for item in refusals[:_TOLD_REFUSALS]]
-                if len(refusals) > _TOLD_REFUSALS:
-                    lines.append(f"- and {len(refusals) - _TOLD_REFUSALS} more")
-            else:
-                lines = [f"Your workflow failed: {_cut(self.executed.attempts[0].why)}"]
-            lines.append(f"In its place {_STAND_IN.get(self.executed.level, 'nothing')} ran ")
-            lines[-1] += (
-                f"and answered, which earns you next to nothing:\n{_cut(run.text)}"
-                if run.ok
-                else "and gave no answer either."
-            )
-        return Turn(self.text, "\n".join([*lines, _ASK]))
-
-
-def _calls(count: int) -> str:
-    return f"{count} model call{'' if count == 1 else 's'}"
+            tokens = "" if self.usage.tokens is None else f" of {self.usage.tokens} tokens"
+            calls = f"{self.model_calls} model call{'' if self.model_calls == 1 else 's'}"
+            lines = [
+                f"Your workflow ran and answered:\n{_cut(run.text)}",
+                f"It made {calls}{tokens}.",
+            ]
+            return "\n".join([*lines, _ASK])
+        lines = [f"Your workflow failed: {_cut(self.executed.attempts[0].why)}"]
+        if refusals:
+            lines = ["Your workflow was refused before it ran:"]
+            lines += [f"- {_cut(str(item))}" for item in refusals[:_TOLD_REFUSALS]]
+            if len(refusals) > _TOLD_REFUSALS:
+                lines.append(f"- and {len(refusals) - _TOLD_REFUSALS} more")
+        ending = "and gave no answer either."
+        if run.ok:
+            ending = f"and answered, which earns you next to nothing:\n{_cut(run.text)}"
+        lines.append(f"In its place {_STAND_IN.get(self.executed.level, 'nothing')} ran {ending}")
+        return "\n".join([*lines, _ASK])
 
 
 def _cut(text: str) -> str:
@@ -251,12 +419,10 @@ def writer_reward(
 
 def writing_form(form: WrittenForm | None, refusals: Sequence[Refusal] = ()) -> float:
     """How well the policy kept to the form, in [0, 1]: the table in this module's description."""
-    if form is None:
-        return 0.0
-    count = min(len(refusals), MOST_REFUSALS)
-    if {RefusalKind.SYNTAX, RefusalKind.UNREADABLE} & {refusal.kind for refusal in refusals}:
-        count = MOST_REFUSALS
-    return FORM_WORTH[form] * (1.0 - REFUSAL_COST * count)
+    kinds = {refusal.kind for refusal in refusals}
+    broken = RefusalKind.SYNTAX in kinds or RefusalKind.UNREADABLE in kinds
+    count = MOST_REFUSALS if broken else min(len(refusals), MOST_REFUSALS)
+    return 0.0 if form is None else FORM_WORTH[form] * (1.0 - REFUSAL_COST * count)
 
 
 class ExecutorFailed(AflowTuneError, RuntimeError):
@@ -265,15 +431,34 @@ class ExecutorFailed(AflowTuneError, RuntimeError):
 
 @dataclass(frozen=True)
 class WriterRun:
-    """What the policy wrote for one problem, and what became of it. `turns`: how often the policy
-    was asked; `last`: the workflow that counts; `usage` and `model_calls`: as a turn's, of all."""
+    """What the policy wrote for one problem, and what became of it; `turns` is how often the policy
+    was asked. The last of `results` counts."""
 
     problem: str
     problem_type: ProblemType
     turns: int
-    last: TurnResult
-    usage: Usage
-    model_calls: int
+    results: tuple[TurnResult, ...]
+
+    @property
+    def last(self) -> TurnResult:
+        """The workflow that counts."""
+        return self.results[-1]
+
+    @property
+    def usage(self) -> Usage:
+        """What all turns used."""
+        usages = [result.usage for result in self.results]
+        return Usage(
+            usd=total([one.usd for one in usages]),
+            tokens=total([one.tokens for one in usages]),
+            seconds=sum(one.seconds for one in usages),
+            operators=sum(one.operators for one in usages),
+        )
+
+    @property
+    def model_calls(self) -> int:
+        """Of all turns, failed ones included."""
+        return sum(result.model_calls for result in self.results)
 
     @property
     def level(self) -> Level:

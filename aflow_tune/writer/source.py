@@ -108,7 +108,7 @@ class Source:
             self._read(item, scope)
 
     def _outside(self, function: Function | ast.Lambda) -> list[ast.AST]:
-        """What of a function is evaluated where it stands."""
+        """The parts of a function that are evaluated where it is defined."""
         parts: list[ast.AST | None] = [*function.args.defaults, *function.args.kw_defaults]
         if not isinstance(function, ast.Lambda):
             parts += function.decorator_list
@@ -152,11 +152,6 @@ class Source:
         while here is not None and node.id not in self.bound[here]:
             here = self.around.get(here)
         return here
-
-    def outward(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What is around a node, the nearest first."""
-        while (found := self.parent.get(node)) is not None:
-            yield (node := found)
 
     def python_name(self, node: ast.AST) -> str:
         """`json.loads` for what means that; empty for what is no name of Python's."""
@@ -225,16 +220,15 @@ class Source:
             return frozenset()
         key = (self.owner(node), node.id, depth)
         if key not in self._results:
-            self._results[key] = _all_or_none(
-                self._put_in(store, depth - 1) for store in self.stores_of(node)
-            )
+            put_in = []
+            for store in self.stores_of(node):
+                value, around = self.value_of(store), self.parent.get(store)
+                if isinstance(around, (ast.For, ast.comprehension)):
+                    put_in.append(self._items(around.iter, depth - 1))
+                else:
+                    put_in.append(frozenset() if value is None else self.results(value, depth - 1))
+            self._results[key] = _all_or_none(put_in)
         return self._results[key]
-
-    def _put_in(self, store: ast.AST, depth: int) -> frozenset[str]:
-        value, around = self.value_of(store), self.parent.get(store)
-        if isinstance(around, (ast.For, ast.comprehension)):
-            return self._items(around.iter, depth)
-        return frozenset() if value is None else self.results(value, depth)
 
     def _items(self, node: ast.expr, depth: int) -> frozenset[str]:
         """`results` of the items of a list: of a comprehension, or of what was gathered of one."""
@@ -242,9 +236,8 @@ class Source:
             return self.results(node.elt, depth)
         if isinstance(node, ast.Await) and isinstance(node.value, ast.Call):
             given = node.value.args
-            inner = (
-                given[0].value if len(given) == 1 and isinstance(given[0], ast.Starred) else None
-            )
+            starred = len(given) == 1 and isinstance(given[0], ast.Starred)
+            inner = given[0].value if starred else None  # type: ignore[attr-defined]
             if isinstance(inner, (ast.ListComp, ast.GeneratorExp)):
                 return self.results(ast.Await(inner.elt), depth)
         values = self.values(node) if depth and isinstance(node, ast.Name) else None

@@ -2,8 +2,7 @@
 
 Shipped ones (`templates/`) are examples for the policy, seeds of the warm start, and the default
 ones. The straight line stands in for a graph that failed: one operator answers the problem, Test or
-Format works on its answer. How an operator is called and which of its values is the answer follow
-from its declarations, so operators of the user's take part. Nothing that the policy wrote goes in.
+Format works on its answer, each called as it declares. Nothing that the policy wrote goes in.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _DEFAULTS: Mapping[str, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class Template:
     """One workflow: the name of its file, what it does in one line, the types of problem that it
-    is for, its instruction by operator instance, and its code."""
+    is for, its instructions by operator instance, and its code."""
 
     name: str
     about: str
@@ -102,13 +101,10 @@ def default_graph(
     names_entry = entry_point and problem_type == "code"
     line = straight_line(list(operators), operators, problem_type, names_entry)
     if line is None:
-        raise BadInput.of(
-            "There is no default workflow of these operators.",
-            "writer.operators",
-            "an operator that answers a problem, such as Custom or AnswerGenerate",
-            ", ".join(sorted(operators)) or "none",
-            "allow one of these as well",
-        )
+        title, where = "There is no default workflow of these operators.", "writer.operators"
+        expected = "an operator that answers a problem, such as Custom or AnswerGenerate"
+        found = ", ".join(sorted(operators)) or "none"
+        raise BadInput.of(title, where, expected, found, "allow one of these as well")
     return line
 
 
@@ -154,29 +150,32 @@ def straight_line(
         operators: what the names mean; names that are not among them are passed over.
         entry_point: whether the problem names a function to write.
     """
-    known = list(dict.fromkeys(name for name in named if name in operators))
-    ranks = _FIRST.get(problem_type, ())
+    known, ranks = [name for name in named if name in operators], _FIRST.get(problem_type, ())
     # A stable sort: what no rank is known of keeps its order, behind the others.
     known.sort(key=lambda name: ranks.index(name) if name in ranks else len(ranks))
     have = {*_PROBLEM} | ({"entry_point"} if entry_point else set())
-    first = next((name for name in known if _can_answer(operators[name], have)), None)
-    if first is None:
+    used: list[str] = []
+    for name in known:  # the first that answers a problem by itself
+        takes, answers = _parameters(operators[name]), _answer_key(operators[name]) is not None
+        needed = {item for item, required in takes.items() if required}
+        if needed <= have and {*_PROBLEM} & {*takes} and answers:
+            used = [name]
+            break
+    if not used:
         return None
     second = "Format" if problem_type != "code" else "Test" if entry_point else ""
-    used = [first, *([second] if second in known else [])]
+    used += [second] if second in known else []
     have |= {"solution"}
     own = {name: operators[name] for name in used}
-    built = [f"self.{_instance(name)} = operator.{name}(self.llm)" for name in used]
-    calls = []
+    built, calls = "", ""
     for name, kind in own.items():
         taken = [item for item in _parameters(kind) if item in have]
         given = ", ".join(f"{n}={'problem' if n in _PROBLEM else n}" for n in taken)
-        call = f"self.{_instance(name)}({given})"
-        calls.append(f"solution = (await {call})['{_answer_key(kind)}']")
+        built += f"\n        self.{_instance(name)} = operator.{name}(self.llm)"
+        call = f"await self.{_instance(name)}({given})"
+        calls += f"\n        solution = ({call})['{_answer_key(kind)}']"
     code = _CODE.format(
-        built="\n".join(f"        {line}" for line in built),
-        line="\n".join(f"        {line}" for line in calls),
-        entry_point=", entry_point" if entry_point else "",
+        built=built[1:], line=calls[1:], entry_point=", entry_point" if entry_point else ""
     )
     instances = {_instance(name): name for name in used}
     return Graph(
@@ -196,13 +195,6 @@ def default_instructions(
         for instance, name in instances.items()
         if name in operators and "instruction" in _parameters(operators[name])
     }
-
-
-def _can_answer(kind: type[Operator], have: set[str]) -> bool:
-    """Whether it answers a problem by itself: it takes the problem, and needs nothing else."""
-    names = _parameters(kind)
-    needed = {name for name, required in names.items() if required}
-    return needed <= have and bool(set(_PROBLEM) & set(names)) and _answer_key(kind) is not None
 
 
 def _parameters(kind: type[Operator]) -> dict[str, bool]:

@@ -1,4 +1,4 @@
-"""What the writer's room speaks of: a written workflow, what is refused of it, and its bound."""
+"""The vocabulary of the writer's room: a written workflow, its refusals, its bound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ProblemType = Literal["math", "code", "qa"]
 PROBLEM_TYPES: tuple[ProblemType, ...] = ("math", "code", "qa")
 MAX_REFUSALS = 50
-"""Of one graph. What has more is not mended by reading on."""
+"""Refusals of one graph that are kept."""
 MAX_SHOWN = 60
 """Characters of a piece of source in a message."""
 
@@ -69,7 +69,7 @@ class Refusals:
     """The refusals of one graph: the first one of each place, which the others follow from."""
 
     def __init__(self) -> None:
-        self._by_place: dict[tuple[Any, ...], Refusal] = {}
+        self.by_place: dict[tuple[Any, ...], Refusal] = {}
 
     def add(self, kind: RefusalKind, message: str, node: ast.AST | None = None) -> None:
         """Refuse something, at a node of the source or at no place."""
@@ -79,22 +79,15 @@ class Refusals:
     def at(self, kind: RefusalKind, message: str, line: int, column: int) -> None:
         """Refuse something at a line and column, both from 1."""
         place = (line, column) if line else (math.inf, message)
-        self._by_place.setdefault(place, Refusal(kind, message, line, column))
-
-    def has_line(self, line: int) -> bool:
-        """Whether something was refused on a line."""
-        return any(place[0] == line for place in self._by_place)
-
-    def any(self) -> bool:
-        """Whether something was refused."""
-        return bool(self._by_place)
+        self.by_place.setdefault(place, Refusal(kind, message, line, column))
 
     def in_order(self) -> tuple[Refusal, ...]:
         """Those of the code by place, then the others as they came."""
-        places = sorted(
-            self._by_place, key=lambda place: place if place[0] < math.inf else (math.inf,)
+        by_place = sorted(
+            self.by_place.items(),
+            key=lambda item: item[0] if item[0][0] < math.inf else (math.inf,),
         )
-        return tuple(self._by_place[place] for place in places)[:MAX_REFUSALS]
+        return tuple(refusal for _, refusal in by_place)[:MAX_REFUSALS]
 
 
 @dataclass(frozen=True)
@@ -180,7 +173,7 @@ class Verdict:
 
 
 class Level(IntEnum):
-    """Which workflow gave the answer: the written one, or a fallback (`execute.py`)."""
+    """Which workflow gave the answer: the written one, or a fallback (`results.py`)."""
 
     CLEAN = 0
     DEFAULT_PROMPTS = 1

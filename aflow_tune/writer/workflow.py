@@ -2,17 +2,16 @@
 
 `WriterWorkflow` is a workflow function like any other, and travels to a worker by value. Only the
 policy's calls are recorded and trained. With `turns` above 1 the policy sees what became of its
-graph and may write again, or keep it; the last workflow counts, and what all turns had the executor
-do counts as spent. Where the executor does not answer, or the scorer cannot tell, the rollout fails
-and says why. `writer_from_config` makes one from the section `writer:`; what needs the rest of the
-configuration is asked in `config/file_rules.py`.
+graph and may write again, or keep it; the last workflow counts, and the spend of all turns.
+Where the executor does not answer, or the scorer cannot tell, the rollout fails and says why.
+`writer_from_config` makes one from the section `writer:`.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, cast  # noqa: UP035 (the contract's spelling)
@@ -31,12 +30,11 @@ from aflow_tune.operators import OPERATORS, Operator, TestCases, use_test_cases
 from aflow_tune.operators.base import MAX_RETRIES
 from aflow_tune.operators.programs import use_libraries
 from aflow_tune.sandbox.policy import MATHEMATICS
-from aflow_tune.scoring import find, five_part, score_both, with_form
+from aflow_tune.scoring import find, score_both, with_form
 from aflow_tune.scoring.rewards import Unscored, logged, scored
 from aflow_tune.sections import ModelSettings, WriterSection
 from aflow_tune.trace import POLICY, ModelCall, Trace, note
 from aflow_tune.writer.check import check_written
-from aflow_tune.writer.execute import run_written
 from aflow_tune.writer.prompting import policy_messages, template_faults
 from aflow_tune.writer.results import (
     START,
@@ -46,6 +44,7 @@ from aflow_tune.writer.results import (
     raise_if_models_failed,
     record_of,
     run_metrics,
+    run_written,
     usage_of,
 )
 from aflow_tune.writer.templates import default_graph
@@ -199,15 +198,7 @@ class WriterWorkflow:
             results.append(
                 await self._run(text, asked_for, problem_type, entry_point, auxiliary_models or {})
             )
-        usages = [result.usage for result in results]
-        usage = five_part.Usage(
-            usd=five_part.total([one.usd for one in usages]),
-            tokens=five_part.total([one.tokens for one in usages]),
-            seconds=sum(one.seconds for one in usages),
-            operators=sum(one.operators for one in usages),
-        )
-        calls = sum(result.model_calls for result in results)
-        return WriterRun(problem, problem_type, asked, results[-1], usage, calls)
+        return WriterRun(problem, problem_type, asked, tuple(results))
 
     def messages(
         self,
@@ -226,7 +217,7 @@ class WriterWorkflow:
             entry_point=entry_point,
             template=self.template,
             answer_form=answer_form,
-            earlier=[result.told() for result in results or ()],
+            earlier=[(result.text, result.told()) for result in results or ()],
         )
 
     def problem_of(self, task: Mapping[str, Any]) -> str:
@@ -298,8 +289,14 @@ class WriterWorkflow:
         verdict = check_written(
             text, operators=self.operators, problem_type=problem_type, limits=self.check
         )
-        roles = {self.executor, *self.models.values()}
-        clients = {role: self._client(role, auxiliary_models) for role in roles}
+        clients = {}
+        for role in {self.executor, *self.models.values()}:
+            client = self.clients.get(role)
+            if client is None and role in auxiliary_models:
+                name = EXECUTOR_ROLE if role == self.executor else role
+                client = as_client(auxiliary_models[role], role=name)
+            client = client or client_for(role)
+            clients[role] = client if role in self.limited else _Limited(client, self.check)
         # Of a graph whose bound could not be told the calls are limited by the money too.
         bounded = verdict.bound is not None
         limits = GraphLimits(
@@ -331,14 +328,6 @@ class WriterWorkflow:
                 note(event)
         calls = trace.of(ModelCall)
         return TurnResult(text, verdict, executed, usage_of(trace, executed), len(calls))
-
-    def _client(self, role: str, auxiliary_models: Mapping[str, Any]) -> ModelClient:
-        client = self.clients.get(role)
-        if client is None and role in auxiliary_models:
-            name = EXECUTOR_ROLE if role == self.executor else role
-            client = as_client(auxiliary_models[role], role=name)
-        client = client or client_for(role)
-        return client if role in self.limited else _Limited(client, self.check)
 
     async def _score(
         self, task: Mapping[str, Any], run: WriterRun, benchmark: str | None
@@ -375,7 +364,7 @@ class _Limited:
         return await self._client.complete(messages, max_tokens=most, **settings)
 
 
-Where = Callable[[str], str]
+Settings = Mapping[str, ModelSettings]
 _MAX_TURNS = 16
 _ABOVE_0 = 5e-324
 """The smallest number above 0."""
@@ -392,7 +381,7 @@ class AuxiliaryModel:
 
 def writer_from_config(
     section: WriterSection,
-    settings: Mapping[str, ModelSettings],
+    settings: Settings,
     *,
     auxiliary: Mapping[str, AuxiliaryModel] | None = None,
     operators: Mapping[str, type[Operator]] | None = None,
@@ -400,7 +389,7 @@ def writer_from_config(
     test_cases: Path | None = None,
     prompt: Path | None = None,
     sandbox: str = "auto",
-    where: Where = str,
+    where: Callable[[str], str] = str,
 ) -> WriterWorkflow:
     """The workflow function that a configuration's `writer:` section describes.
 
@@ -416,22 +405,29 @@ def writer_from_config(
     Raises:
         BadInput: with every fault of the section.
     """
-    known = {**OPERATORS, **(operators or {})}
-    faults = _Faults(section, settings, auxiliary or {}, known, where)
-    faults.of_roles()
-    faults.of_operators()
-    faults.of_scoring(score)
-    faults.of_numbers()
-    faults.of_budgets()
-    template = None if prompt is None else faults.of_template(prompt)
-    cases = TestCases()
+    known, others = {**OPERATORS, **(operators or {})}, auxiliary or {}
+    faults = [
+        *_role_faults(section, settings, others, known),
+        *_value_faults(section, known, score),
+        *_budget_faults(section, settings, others),
+    ]
+    faults = [replace(fault, where=where(fault.where)) for fault in faults]
+    template, cases = None, TestCases()
+    if prompt is not None:
+        try:
+            template = prompt.read_text(encoding="utf-8")
+            faults += template_faults(template, where("writer.prompt"))
+        except (OSError, UnicodeDecodeError) as error:
+            cure = "name a file with {problem} in it"
+            faults.append(Fault(where("writer.prompt"), "a file of text", str(error), cure))
     if test_cases is not None:
         try:
             cases = TestCases.load(test_cases)
         except BadInput as error:
-            faults.found += error.faults
-    if faults.found:
-        raise BadInput("The writer section cannot be used.", faults.found)
+            faults += error.faults
+    if faults:
+        raise BadInput("The writer section cannot be used.", faults)
+    roles = _roles(section)
     return WriterWorkflow(
         executor=section.executor or "",
         operators={name: known[name] for name in section.operators or known},
@@ -444,27 +440,20 @@ def writer_from_config(
         test_cases=cases,
         template=template,
         turns=section.turns,
-        check=check_limits(section, settings, auxiliary or {}),
+        check=check_limits(section, settings, others),
         seconds=section.timeout,
         sandbox=sandbox,
-        limited=tuple(
-            role
-            for role in _roles(section)
-            if _answer_tokens(role, settings, auxiliary or {}) is not None
-        ),
+        limited=tuple(r for r in roles if _answer_tokens(r, settings, others) is not None),
     )
 
 
 def check_limits(
-    section: WriterSection,
-    settings: Mapping[str, ModelSettings],
-    auxiliary: Mapping[str, AuxiliaryModel],
+    section: WriterSection, settings: Settings, auxiliary: Mapping[str, AuxiliaryModel]
 ) -> CheckLimits:
     """What a graph may use at worst: the section's limits, and those of the models' calls."""
     roles, usual = _roles(section), CheckLimits()
     answers = [_answer_tokens(role, settings, auxiliary) for role in roles]
-    prompts = [auxiliary[role].prompt_tokens for role in roles if role in auxiliary]
-    prompts += [None] * (len(prompts) < len(roles))
+    prompts = [auxiliary[role].prompt_tokens if role in auxiliary else None for role in roles]
     prompt_tokens = max(tokens or usual.call_prompt_tokens for tokens in prompts)
     prices = [_prices(role, settings, prompt_tokens) for role in roles]
     known = [price for price in prices if price is not None]
@@ -486,16 +475,14 @@ def _roles(section: WriterSection) -> list[str]:
 
 
 def _answer_tokens(
-    role: str, settings: Mapping[str, ModelSettings], auxiliary: Mapping[str, AuxiliaryModel]
+    role: str, settings: Settings, auxiliary: Mapping[str, AuxiliaryModel]
 ) -> int | None:
     if role in auxiliary:
         return auxiliary[role].answer_tokens
     return settings[role].max_tokens if role in settings else None
 
 
-def _prices(
-    role: str, settings: Mapping[str, ModelSettings], prompt_tokens: int
-) -> tuple[float, float] | None:
+def _prices(role: str, settings: Settings, prompt_tokens: int) -> tuple[float, float] | None:
     """US dollars for a token of a prompt and of an answer; None where they are not known."""
     model = settings.get(role)
     if model is None or not model.model:
@@ -507,132 +494,98 @@ def _prices(
     return prompt, price.cost(Usage(0, 1))
 
 
-@dataclass
-class _Faults:
-    section: WriterSection
-    settings: Mapping[str, ModelSettings]
-    auxiliary: Mapping[str, AuxiliaryModel]
-    operators: Mapping[str, type[Operator]]
-    where: Where
-    found: list[Fault] = field(default_factory=list)
+def _role_faults(
+    section: WriterSection,
+    settings: Settings,
+    auxiliary: Mapping[str, AuxiliaryModel],
+    operators: Mapping[str, type[Operator]],
+) -> Iterator[Fault]:
+    """Roles and operators that do not exist, the tuned model as a frozen one; `where` is a key."""
+    named = {"writer.executor": section.executor or ""}
+    named |= {f"writer.models.{name}": role for name, role in section.models.items()}
+    there = [role for role in settings if role != POLICY] + list(auxiliary)
+    for key, role in named.items():
+        if role == POLICY:
+            expected = "a frozen model: the policy writes workflows, it does not run them"
+            cure = "name a role of `models:` or of `explorer.auxiliary_models`"
+            yield Fault(key, expected, role, cure)
+        elif role in settings and role in auxiliary:
+            found = f"{role}, which is both under `models:` and an auxiliary model"
+            yield Fault(key, "one model of that name", found, "rename one of them")
+        elif role not in there:
+            expected = "a role of `models:`, or the name of an auxiliary model"
+            found = f"{role!r}; there is {', '.join(there) or 'none'}"
+            cure = _near(role, there, f"models: {{{role}: {{model: NAME}}}}")
+            yield Fault(key, expected, found, cure)
+    for name in section.models:
+        key, allowed = f"writer.models.{name}", section.operators or operators
+        if name not in operators or name not in allowed:
+            cure = _near(name, allowed, "remove it, or add it to writer.operators")
+            yield Fault(key, f"one of {', '.join(allowed)}", name, cure)
+    used = {role: settings[role] for role in named.values() if role in settings and role != POLICY}
+    yield from check_models(used)
 
-    def add(self, key: str, expected: str, found: str, cure: str) -> None:
-        self.found.append(Fault(self.where(key), expected, found, cure))
 
-    def add_from(self, error: BadInput, key: str) -> None:
-        self.found += [replace(fault, where=self.where(key)) for fault in error.faults]
-
-    def of_roles(self) -> None:
-        """Models that nobody has, the tuned one among the frozen, keys that are missing."""
-        section, settings = self.section, self.settings
-        named = {"writer.executor": section.executor or ""}
-        named |= {f"writer.models.{name}": role for name, role in section.models.items()}
-        there = [role for role in settings if role != POLICY] + list(self.auxiliary)
-        for key, role in named.items():
-            if role == POLICY:
-                cure = "name a role of `models:` or of `explorer.auxiliary_models`"
-                expected = "a frozen model: the policy writes workflows, it does not run them"
-                self.add(key, expected, role, cure)
-            elif role in settings and role in self.auxiliary:
-                found = f"{role}, which is both under `models:` and an auxiliary model"
-                self.add(key, "one model of that name", found, "rename one of them")
-            elif role not in there:
-                expected = "a role of `models:`, or the name of an auxiliary model"
-                found = f"{role!r}; there is {', '.join(there) or 'none'}"
-                self.add(
-                    key, expected, found, _near(role, there, f"models: {{{role}: {{model: NAME}}}}")
-                )
-        for name in section.models:
-            if name not in self.operators:
-                self.unknown_operator(f"writer.models.{name}", name)
-            elif section.operators and name not in section.operators:
-                expected = f"an operator that graphs may use: {', '.join(section.operators)}"
-                cure = "remove it, or add it to writer.operators"
-                self.add(f"writer.models.{name}", expected, name, cure)
-        used = {r: settings[r] for r in named.values() if r in settings and r != POLICY}
-        self.found += [
-            replace(fault, where=self.where(fault.where)) for fault in check_models(used)
-        ]
-
-    def of_operators(self) -> None:
-        section, known = self.section, self.operators
-        unknown = [name for name in section.operators if name not in known]
-        for name in dict.fromkeys(unknown):
-            self.unknown_operator("writer.operators", name)
-        if unknown:
-            return
-        allowed = {name: known[name] for name in section.operators or known}
+def _value_faults(
+    section: WriterSection, operators: Mapping[str, type[Operator]], score: ScoreFunction | None
+) -> Iterator[Fault]:
+    """Values of the section that are wrong by themselves."""
+    unknown = [name for name in dict.fromkeys(section.operators) if name not in operators]
+    for name in unknown:
+        cure = _near(name, operators, "name one of them, or add it to `operators:`")
+        yield Fault("writer.operators", f"one of {', '.join(operators)}", name, cure)
+    if not unknown:
+        allowed = {name: operators[name] for name in section.operators or operators}
         told = section.problem_type or TYPE_OF_BENCHMARK.get((section.benchmark or "").lower())
         try:
             for kind in [told] if told in PROBLEM_TYPES else PROBLEM_TYPES:
                 default_graph(kind, allowed)
         except BadInput as error:
-            self.add_from(error, "writer.operators")
-
-    def unknown_operator(self, key: str, name: str) -> None:
-        cure = _near(name, self.operators, "name one of them, or add it to `operators:`")
-        self.add(key, f"one of {', '.join(self.operators)}", name, cure)
-
-    def of_scoring(self, score: ScoreFunction | None) -> None:
-        """What scores is one thing; it may also be each row's own benchmark, which data tells."""
-        section = self.section
-        if section.benchmark is not None and score is not None:
+            yield from error.faults
+    if section.benchmark is not None:
+        if score is not None:
             expected = "a benchmark or a score function"
-            self.add("writer.score", expected, "both", "remove one of them")
-        if section.benchmark is not None:
-            try:
-                find(section.benchmark)
-            except BadInput as error:
-                self.add_from(error, "writer.benchmark")
-        if section.problem_type not in (None, *PROBLEM_TYPES):
-            found, expected = repr(section.problem_type), " | ".join(PROBLEM_TYPES)
-            self.add("writer.problem_type", expected, found, "problem_type: math")
-
-    def of_numbers(self) -> None:
-        for name, low, high, expected, example in (
-            ("turns", 1, _MAX_TURNS, f"from 1 to {_MAX_TURNS}", "1"),
-            ("max_calls", 1, math.inf, "1 or more", "20"),
-            ("max_tokens", 1, math.inf, "1 or more", "20000"),
-            ("retries", 0, MAX_RETRIES, f"from 0 to {MAX_RETRIES}", "0"),
-            ("timeout", _ABOVE_0, math.inf, "seconds above 0", "180"),
-            ("max_usd", _ABOVE_0, math.inf, "US dollars above 0", "0.01"),
-        ):
-            value = getattr(self.section, name)
-            if value is not None and not (low <= value <= high and value < math.inf):
-                self.add(f"writer.{name}", expected, f"{value:g}", f"{name}: {example}")
-
-    def of_budgets(self) -> None:
-        """A bound on tokens needs one on an answer, a bound on money needs prices too."""
-        section, settings = self.section, self.settings
-        limit = "max_usd" if section.max_usd is not None else "max_tokens"
-        if section.max_usd is None and section.max_tokens is None:
-            return
-        for role in _roles(section):
-            if role not in settings and role not in self.auxiliary:
-                continue
-            if role in settings and settings[role].max_tokens is None:
-                expected = f"the most tokens of an answer, from which writer.{limit} is counted"
-                self.add(f"models.{role}.max_tokens", expected, "nothing", "max_tokens: 1024")
-            if section.max_usd is not None and role in self.auxiliary:
-                expected = f"models with known prices; {role} is an auxiliary model, which has none"
-                found = f"{section.max_usd:g}"
-                self.add("writer.max_usd", expected, found, "use writer.max_tokens instead")
-            elif section.max_usd is not None and _prices(role, settings, 1) is None:
-                expected = f"a price of {settings[role].model}, for writer.max_usd"
-                cure = "prices: {input: 0.15, output: 0.6}, in US dollars for a million tokens"
-                self.add(f"models.{role}.prices", expected, "no known price", cure)
-
-    def of_template(self, path: Path) -> str:
-        """The user's prompt; empty where it cannot be read."""
+            yield Fault("writer.score", expected, "both", "remove one of them")
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            found = " ".join(str(error).split())
-            cure = "name a file with {problem} in it"
-            self.add("writer.prompt", "a file of text", found, cure)
-            return ""
-        self.found += template_faults(text, self.where("writer.prompt"))
-        return text
+            find(section.benchmark)
+        except BadInput as error:
+            yield from (replace(fault, where="writer.benchmark") for fault in error.faults)
+    if section.problem_type not in (None, *PROBLEM_TYPES):
+        expected, found = " | ".join(PROBLEM_TYPES), repr(section.problem_type)
+        yield Fault("writer.problem_type", expected, found, "problem_type: math")
+    for name, low, high, expected, example in (
+        ("turns", 1, _MAX_TURNS, f"from 1 to {_MAX_TURNS}", "1"),
+        ("max_calls", 1, math.inf, "1 or more", "20"),
+        ("max_tokens", 1, math.inf, "1 or more", "20000"),
+        ("retries", 0, MAX_RETRIES, f"from 0 to {MAX_RETRIES}", "0"),
+        ("timeout", _ABOVE_0, math.inf, "seconds above 0", "180"),
+        ("max_usd", _ABOVE_0, math.inf, "US dollars above 0", "0.01"),
+    ):
+        value = getattr(section, name)
+        if value is not None and not (low <= value <= high and value < math.inf):
+            yield Fault(f"writer.{name}", expected, f"{value:g}", f"{name}: {example}")
+
+
+def _budget_faults(
+    section: WriterSection, settings: Settings, auxiliary: Mapping[str, AuxiliaryModel]
+) -> Iterator[Fault]:
+    """A limit on tokens needs one on an answer, a limit on money needs prices too."""
+    limit = "max_usd" if section.max_usd is not None else "max_tokens"
+    if getattr(section, limit) is None:
+        return
+    for role in _roles(section):
+        model = settings.get(role)
+        if model is not None and model.max_tokens is None:
+            expected = f"the most tokens of an answer, from which writer.{limit} is counted"
+            yield Fault(f"models.{role}.max_tokens", expected, "nothing", "max_tokens: 1024")
+        if limit == "max_usd" and role in auxiliary:
+            expected = f"models with known prices; {role} is an auxiliary model, which has none"
+            found = f"{section.max_usd:g}"
+            yield Fault("writer.max_usd", expected, found, "use writer.max_tokens instead")
+        elif limit == "max_usd" and model is not None and _prices(role, settings, 1) is None:
+            expected = f"a price of {model.model}, for writer.max_usd"
+            cure = "prices: {input: 0.15, output: 0.6}, in US dollars for a million tokens"
+            yield Fault(f"models.{role}.prices", expected, "no known price", cure)
 
 
 def _near(name: str, known: Iterable[str], otherwise: str) -> str:
