@@ -39,10 +39,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from aflow_tune.errors import AflowTuneError
-from aflow_tune.graph.run import GraphLimits
 from aflow_tune.graph.flow import ANSWER, MODEL, PROBLEM, Flow
 from aflow_tune.graph.graph import Graph
-from aflow_tune.graph.run import GraphEnding, GraphRun
+from aflow_tune.graph.run import GraphEnding, GraphLimits, GraphRun
 from aflow_tune.graph.shape import walk
 from aflow_tune.models import as_client
 from aflow_tune.models.types import ModelClient, ModelFailure
