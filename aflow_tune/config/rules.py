@@ -292,7 +292,7 @@ def _functions() -> dict[str, Any]:
 
 
 def _needs(case: Case) -> Found:
-    """Switches, an algorithm that fits the mode, something to evaluate, a monitor, a prompt."""
+    """Switches, an algorithm that fits the mode, sound rewards, a monitor, a system prompt."""
     config, mode = case.config, case.config.mode
     for name in ("enable_history", "enable_openai_api"):
         key = f"explorer.rollout_model.{name}"
@@ -584,7 +584,7 @@ computes in 16 bits."""
 
 
 def _precision_and_gpus(case: Case) -> Found:
-    """A sampler and a trainer on one GPU; weights in 8 bits that would silently be in 16 or 32."""
+    """A sampler and a trainer on one GPU; quantised weights that would silently not be."""
     config, local = case.config, case.config.engine == "local"
     one_gpu = config.cluster.node_num == config.cluster.gpu_per_node == 1
     if not local and config.mode == "both" and one_gpu:
