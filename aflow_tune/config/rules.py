@@ -267,7 +267,7 @@ def _registered(case: Case) -> Found:
             if any(item.kind is item.VAR_KEYWORD for item in taken.values()):
                 continue
             for given in arguments:
-                if given not in taken:
+                if given not in taken or given == "backend":
                     key = f"algorithm.{name}_args.{given}"
                     expected = f"an argument of {function}: {', '.join(taken) or 'it has none'}"
                     yield config.fault(key, expected, f"`{given}`", "name one of these")
