@@ -296,6 +296,9 @@ def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True)
             yield Fault(where, expected, found, f"model_path: {close or next(iter(BUNDLED))}")
         elif not is_cached(name):
             yield f"model {name}: not on this machine yet; it is fetched once at the start"
+    path = model.chat_template_path
+    if path and not Path(path).expanduser().is_file():
+        yield config.wrong("model.chat_template_path", "a template file", "check the path")
 
 
 def _folder_problems(

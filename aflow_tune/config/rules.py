@@ -271,7 +271,7 @@ def _registered(case: Case) -> Found:
             if any(item.kind is item.VAR_KEYWORD for item in taken.values()):
                 continue
             for given in arguments:
-                if given not in taken:
+                if given not in taken or given == "backend":
                     key = f"algorithm.{name}_args.{given}"
                     expected = f"an argument of {function}: {', '.join(taken) or 'it has none'}"
                     yield config.fault(key, expected, f"`{given}`", "name one of these")
@@ -296,7 +296,7 @@ def _functions() -> dict[str, Any]:
 
 
 def _needs(case: Case) -> Found:
-    """Switches, an algorithm that fits the mode, something to evaluate, a monitor, a prompt."""
+    """Switches, an algorithm that fits the mode, sound rewards, a monitor, a system prompt."""
     config, mode = case.config, case.config.mode
     for name in ("enable_history", "enable_openai_api"):
         key = f"explorer.rollout_model.{name}"
@@ -588,7 +588,7 @@ computes in 16 bits."""
 
 
 def _precision_and_gpus(case: Case) -> Found:
-    """A sampler and a trainer on one GPU; weights in 8 bits that would silently be in 16 or 32."""
+    """A sampler and a trainer on one GPU; quantised weights that would silently not be."""
     config, local = case.config, case.config.engine == "local"
     one_gpu = config.cluster.node_num == config.cluster.gpu_per_node == 1
     if not local and config.mode == "both" and one_gpu:
