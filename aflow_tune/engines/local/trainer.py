@@ -97,7 +97,6 @@ class LossBatch:
     extra: dict[str, Tensor]
 
     def rows(self, index: slice) -> LossBatch:
-        """The batch of some of its rows."""
         old, entropy = self.old_logprobs_BR, self.entropy_BR
         return LossBatch(
             self.logprobs_BR[index],
