@@ -74,8 +74,7 @@ class KVCache:
         self.kv[:, :, row, :, :length] = source[:, :, :, :length]
 
     def row(self, row: int) -> Tensor:
-        """One row's storage, [layers, 2, heads, columns, head_dim]; a view."""
-        return self.kv[:, :, row]
+        return self.kv[:, :, row]  # [layers, 2, heads, columns, head_dim], a view
 
     def drop(self, dropped: set[int]) -> list[int]:
         """Remove rows and close the gaps with the last rows. Returns for each remaining row the row
@@ -94,7 +93,6 @@ class KVCache:
 
 
 def common_prefix(a: TokenArray, b: TokenArray) -> int:
-    """Number of leading tokens that two prompts share."""
     n = min(len(a), len(b))
     differs = np.flatnonzero(a[:n] != b[:n])
     return int(differs[0]) if len(differs) else n

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from aflow_tune.engines.local.weights import LoraSpec
 
 ADAPTER = "default"
-"""The name PEFT gives to the one adapter that we train."""
 
 
 class _FusedLora(torch.autograd.Function):

@@ -80,8 +80,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
     import torch
     from transformers import AutoModelForCausalLM
 
-    # A thread that ran one parallel operation keeps a pool of OpenMP workers for good, and pools
-    # that outnumber the cores slow each other down.
+    # A thread that ran one parallel operation keeps a pool of OpenMP workers for good.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

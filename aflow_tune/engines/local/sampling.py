@@ -217,7 +217,6 @@ class Vocabulary:
         self.eos_mask_V = torch.from_numpy(np.isin(np.arange(self.size), list(self.eos)))
 
     def text(self, token_ids: list[int]) -> str:
-        """The text of a completion: special tokens are left out."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def token_text(self, token: int) -> str:

@@ -97,10 +97,14 @@ class LossBatch:
     extra: dict[str, Tensor]
 
     def rows(self, index: slice) -> LossBatch:
-        """The batch of some of its rows."""
-        own = (self.logprobs_BR, self.action_mask_BR, self.old_logprobs_BR, self.entropy_BR)
-        cut: list[Any] = [None if tensor is None else tensor[index] for tensor in own]
-        return LossBatch(*cut, {name: tensor[index] for name, tensor in self.extra.items()})
+        old, entropy = self.old_logprobs_BR, self.entropy_BR
+        return LossBatch(
+            self.logprobs_BR[index],
+            self.action_mask_BR[index],
+            None if old is None else old[index],
+            None if entropy is None else entropy[index],
+            {name: tensor[index] for name, tensor in self.extra.items()},
+        )
 
 
 class LossFn(Protocol):
@@ -339,7 +343,7 @@ class LocalTrainer:
         if self.settings.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.settings.device)
         lora = None if self.settings.lora is None else vars(self.settings.lora)
-        state = {"step": self.step_count, "skipped_steps": self.skipped_steps}
+        state: dict[str, Any] = {"step": self.step_count, "skipped_steps": self.skipped_steps}
         state |= {"lora": lora, "extra": {}}
         tensors = {"weights": self._masters, "optimizer": moments, "rng": rng}
         write_checkpoint(Path(directory), tensors, state)
