@@ -362,6 +362,15 @@ class Arrival(importlib.abc.MetaPathFinder):
         """Where a file or folder of the user's machine lies here."""
         return path if self.base is None else str(self.base / path.lstrip("/"))
 
+    def relocated(self, path: str) -> str | None:
+        """Where a path of the user's machine lies here, if it travelled."""
+        if self.base is None or not path.startswith("/"):
+            return None
+        path = os.path.normpath(path)
+        inside = any(path == root or path.startswith(f"{root}/") for root in self.roots)
+        here = self.here(path)
+        return here if inside and os.path.exists(here) else None
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Of a module by its name in the manifest."""
         if name not in self.modules:
@@ -431,12 +440,9 @@ def travelled(named: str) -> str:
     """A path of the settings, or `path/file.py:name`, as it is called here: in a submitted job what
     travelled lies elsewhere than on the user's machine."""
     file, colon, name = named.rpartition(":") if ".py:" in named else (named, "", "")
-    arrival, path = arrived(), os.path.normpath(os.path.expanduser(file))
-    if arrival is None or arrival.base is None or not path.startswith("/"):
-        return named
-    inside = any(path == root or path.startswith(f"{root}/") for root in arrival.roots)
-    here = arrival.here(path)
-    return f"{here}{colon}{name}" if inside and os.path.exists(here) else named
+    arrival = arrived()
+    moved = None if arrival is None else arrival.relocated(os.path.expanduser(file))
+    return named if moved is None else f"{moved}{colon}{name}"
 
 
 def path_here(path: str) -> Path:

@@ -98,19 +98,6 @@ def test_a_missing_key_and_offline_ask_nobody(monkeypatch: pytest.MonkeyPatch) -
     assert offline.state is State.NOTE
 
 
-@pytest.mark.parametrize("status", [404, 500])
-def test_a_server_without_a_list_proves_nothing(
-    status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DOCTOR_TEST_KEY", GOOD)
-    with ModelsServer(status) as server:
-        (line,) = check_keys({"judge": _model(server, "openai")})
-        assert len(server.seen) == 1
-    assert line.state is State.NOTE
-    assert "was not proved" in line.found
-    assert GOOD not in line.found
-
-
 def test_nobody_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aflow_tune.doctor.services.SECONDS", 0.5)
     settings = ModelSettings(model="m", base_url="http://127.0.0.1:9/v1")

@@ -68,23 +68,6 @@ def test_a_record_for_each_step_with_means_and_peaks(machine: Machine) -> None:
     assert written[-1][0] == 3  # what was left at the end
 
 
-def test_low_use_is_told_once_while_the_run_goes_on(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(use, "_WARN_AFTER_SECONDS", 0.03)
-    machine([Gpu(use=49)])
-    told: list[str] = []
-    with UseLog(snapshot().devices, lambda: 0, lambda s, n: None, told.append, 0.005):
-        until(lambda: told)
-        time.sleep(0.05)
-    assert len(told) == 1
-    assert "in use 49%" in told[0]
-    machine([Gpu(use=51)])
-    with UseLog(snapshot().devices, lambda: 0, lambda s, n: None, told.append, 0.005):
-        time.sleep(0.1)
-    assert len(told) == 1
-
-
 def test_what_goes_wrong_harms_nothing(machine: Machine) -> None:
     library = machine([Gpu()])
     told: list[str] = []

@@ -19,10 +19,6 @@ from rollout_simulation import (
     Work,
     simulate,
 )
-from simulated_cluster import (
-    calibrate,
-    predict,
-)
 
 SERVER = StepTimes(((1, 0.2),))
 """200 ms a call, any number at once."""
@@ -114,36 +110,3 @@ def test_a_batch_slows_down_and_speeds_up_with_its_size() -> None:
     # Paused from 0.3 s to 0.5 s.
     assert ends([(0, 100)], times, pause=(0.3, 0.2)) == pytest.approx([1.2])
     assert ends([(0.4, 100)], times, pause=(0.3, 0.2)) == pytest.approx([1.5])
-
-
-def told(true: Costs, cores: int = 8, idle: float = 0.0, others: float = 0.0) -> dict[str, Any]:
-    """What `runner_scaling.py --json` would write of a machine with these costs, by formula: runs
-    of 3 calls of 200 ms that never wait for each other."""
-    rows = []
-    for runners in (1, 2, 4, 8, 16):
-        rate = runners / (0.6 + true.scheduler + true.runner + true.delay)
-        cpu = {
-            "scheduler": rate * true.scheduler + idle,
-            "runner": rate * true.runner,
-            "engine": 0.0,
-            "server": rate * true.other,
-            "ray": 0.0,
-        }
-        row = {"runners": runners, "runs_per_second": rate, "window_seconds": 30.0}
-        row |= {"window_runs": 30.0 * rate, "machine_busy": (sum(cpu.values()) + others) / cores}
-        rows.append(row | {"cpu_seconds": {role: 30 * share for role, share in cpu.items()}})
-    head = {"latency": 0.2, "calls": 3, "group": 1, "cores": cores, "processors": cores}
-    return head | {"measured": rows}
-
-
-def test_calibration_finds_the_costs_of_a_machine_that_never_waits() -> None:
-    true = Costs(scheduler=0.0005, runner=0.002, other=0.001, delay=0.030)
-    found = calibrate(told(true))
-    assert found.costs.scheduler == pytest.approx(0.0005)
-    assert found.costs.runner == pytest.approx(0.002)
-    assert found.costs.other == pytest.approx(0.001)
-    assert found.costs.delay == pytest.approx(0.030, abs=0.001)
-    assert found.costs.delay_spread == 0.005
-    assert found.background == pytest.approx(0.0, abs=1e-9)
-    assert predict(told(true), found, 1) == pytest.approx(1 / 0.6325, rel=0.005)
-    assert predict(told(true), found, 8) == pytest.approx(8 / 0.6325, rel=0.03)

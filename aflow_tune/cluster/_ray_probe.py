@@ -1,8 +1,8 @@
 """Asks a Ray what a run would ask before it starts; `aflow-tune doctor` runs this and may kill it.
 
-Reads a JSON object from stdin (`check_ray` makes it); the last line that it prints is one, too:
-`faults`, each as (where, expected, found, cure), and of a Ray that takes us `nodes` (the resources
-of each), `total` and `available`.
+Reads a JSON object from stdin (`ask_ray` in `doctor.py` makes it); the last line that it prints is
+one, too: `faults`, each as (where, expected, found, cure), and of a Ray that takes us `nodes` (the
+resources of each), `total` and `available`.
 """
 
 from __future__ import annotations

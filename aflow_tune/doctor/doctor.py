@@ -287,8 +287,8 @@ def ask_ray(joined: FoundRay, found: Settings | None = None) -> list[Line]:
     if nodes := answer.get("nodes"):
         total, free = answer["total"], answer["available"]
         parts = [f"{len(nodes)} nodes"]
-        for kind in ("CPU", "GPU"):
-            parts += [f"{free.get(kind, 0):g} of {total[kind]:g} {kind}s free"] * (kind in total)
+        for kind in sorted(total.keys() & {"CPU", "GPU"}):
+            parts.append(f"{free.get(kind, 0):g} of {total[kind]:g} {kind}s free")
         lines.append(ok("ray", f"{address}: {', '.join(parts)}"))
         if found is not None and found.engine == "trinity":
             cluster = found.config.cluster

@@ -23,22 +23,18 @@ from aflow_tune.gpus.processes import Seen, look, printable
 _CHECK = "check with `nvidia-smi`"
 _FIXES = {  # by nvmlReturn_t in nvml.h
     4: ("this user may not talk to the NVIDIA driver", "check `ls -l /dev/nvidia*`, `nvidia-smi`"),
-    9: ("the NVIDIA driver is installed but not loaded", "`modprobe nvidia`; " + _CHECK),
+    9: ("the NVIDIA driver is installed but not loaded", f"`modprobe nvidia`; {_CHECK}"),
     12: (
         "there is no NVIDIA driver here (libnvidia-ml.so.1 is not found)",
-        "on a machine with an NVIDIA GPU install its driver and check it with `nvidia-smi`; in a "
-        "container, start it with the GPUs (`docker run --gpus all`)",
+        f"install it and {_CHECK}; start a container with the GPUs (`docker run --gpus all`)",
     ),
     18: (
         "the NVIDIA driver was updated while its older kernel module is loaded",
-        "restart the machine (in a container: start the container anew); " + _CHECK,
+        f"restart the machine (in a container: start the container anew); {_CHECK}",
     ),
 }
 _ABSENT = (None, 3, 6, 13)
 """Not supported, not found, no such function; without a number it is the bindings' own."""
-_NOT_AVAILABLE = 2**63
-"""The driver's 'unknown' is the largest number of 64 bits."""
-_SENSOR_OF_GPU = 0
 _LISTS = (
     ("compute", "nvmlDeviceGetComputeRunningProcesses"),
     ("compute", "nvmlDeviceGetMPSComputeRunningProcesses"),
@@ -71,7 +67,7 @@ class _Nvml:
         return self.ask_or_why(name, *arguments)[0]
 
     def ask_or_why(self, name: str, *arguments: Any) -> tuple[Any, str]:
-        """The answer; or None and why: '' where there is nothing that this asks for."""
+        """The answer; or None and why, '' where there is nothing that this asks for."""
         try:
             return getattr(self._library, name)(*arguments), ""
         except AttributeError:
@@ -132,25 +128,17 @@ class GpuProcess:
     """compute, graphics, or both."""
     memory: int | None
     seen: Seen | None
-    """What /proc says of it; None where it cannot be seen from here, as with the processes of
-    the host in a container."""
+    """None where it cannot be seen from here, as the host's processes in a container."""
 
     def to_json(self, owner: int | None = None) -> dict[str, Any]:
         """`owner`: the user id whose processes are `own`."""
         seen = self.seen
-        return {
-            "pid": self.pid,
-            "kinds": list(self.kinds),
-            "memory": self.memory,
-            "visible": seen is not None,
-            "user": seen and seen.user,
-            "uid": seen and seen.uids[0],
-            "own": seen is not None and owner is not None and set(seen.uids) == {owner},
-            "program": seen and seen.program,
-            "command": seen and seen.command,
-            "since": seen and seen.since,
-            "container": seen and seen.in_container,
-        }
+        told = {"pid": self.pid, "kinds": list(self.kinds), "memory": self.memory}
+        told |= {"visible": seen is not None, "user": seen and seen.user}
+        told |= {"uid": seen and seen.uids[0], "program": seen and seen.program}
+        told["own"] = seen is not None and owner is not None and set(seen.uids) == {owner}
+        told |= {"command": seen and seen.command, "since": seen and seen.since}
+        return {**told, "container": seen and seen.in_container}
 
 
 @dataclass(frozen=True)
@@ -209,10 +197,9 @@ class Snapshot:
     """The newest CUDA version that the driver supports."""
     devices: tuple[Device, ...] = ()
 
-    def all(self) -> Iterator[Device]:
+    def all(self) -> list[Device]:
         """Every GPU, each followed by its instances."""
-        for device in self.devices:
-            yield from (device, *device.instances)
+        return [each for device in self.devices for each in (device, *device.instances)]
 
     def units(self) -> list[Device]:
         """What CUDA can be given: whole GPUs, and the instances of divided ones."""
@@ -306,7 +293,7 @@ def _device(nvml: _Nvml, handle: Any, index: int, mig: int | None = None) -> Dev
         memory_total=total,
         memory_used=used,
         use=nvml.use(handle),
-        temperature_c=nvml.ask("nvmlDeviceGetTemperature", handle, _SENSOR_OF_GPU),
+        temperature_c=nvml.ask("nvmlDeviceGetTemperature", handle, 0),
         power_w=nvml.watts("nvmlDeviceGetPowerUsage", handle),
         power_limit_w=nvml.watts("nvmlDeviceGetEnforcedPowerLimit", handle),
         processes=processes,
@@ -331,4 +318,5 @@ def _processes(nvml: _Nvml, handle: Any) -> tuple[tuple[GpuProcess, ...] | None,
 
 
 def _bytes(value: Any) -> int | None:
-    return None if value is None or value >= _NOT_AVAILABLE else int(value)
+    # The driver's 'unknown' is the largest number of 64 bits.
+    return None if value is None or value >= 2**63 else int(value)

@@ -1,11 +1,9 @@
 """The processes on GPUs: what they are, whose they are, and which of them may be ended.
 
-What a process is comes from psutil, which knows one by its number and its start. What cannot be
-read, because the process is gone, hidden (`hidepid`) or in another container, is None.
-
-One's own are those of the user who typed the command, also under `sudo`, where the kernel would let
-everything pass. What could be somebody else's in a way that cannot be seen from here is refused: a
-refusal costs a `kill` by hand, a mistake costs somebody's week.
+What cannot be read, because the process is gone, hidden (`hidepid`) or in another container, is
+None. One's own are those of the user who typed the command, also under `sudo`, where the kernel
+would let everything pass. What could be somebody else's in a way that cannot be seen from here is
+refused: a refusal costs a `kill` by hand, a mistake costs somebody's week.
 """
 
 from __future__ import annotations

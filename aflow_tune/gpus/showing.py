@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
+import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +89,22 @@ def watch(interval: float, *, owner: int, log: Path | None = None, as_json: bool
         NvmlUnavailable: there is no driver to ask, or not any more.
         OSError: the file cannot be written.
     """
-    with contextlib.suppress(KeyboardInterrupt), _shown(as_json) as show:
-        due = time.monotonic()
+    due = time.monotonic()
+    with contextlib.suppress(KeyboardInterrupt):
         while True:
             now = snapshot()
             if log is not None:
                 append(log, now, owner)
-            show(logged(now, owner) if as_json else now)
+            width, height = shutil.get_terminal_size((_LONGEST, 50))
+            at = time.strftime("%H:%M:%S")
+            if as_json:
+                text = logged(now, owner)
+            elif sys.stdout.isatty():  # over the picture before
+                lines = f"{at}  {render(now, width)}".splitlines()[: height - 2]
+                text = "\n".join(["\x1b[H\x1b[2J", *lines, "Ctrl-C ends"])
+            else:
+                text = f"{at}  {render(now)}\n"
+            print(text, flush=True)  # the reader may be a pipe
             due = max(due + interval, time.monotonic())
             time.sleep(max(0.0, due - time.monotonic()))
 
@@ -113,25 +123,3 @@ def logged(now: Snapshot, owner: int) -> str:
 def append(path: Path, now: Snapshot, owner: int) -> None:
     """Append a snapshot as a line of JSON. Raises as `append_line`."""
     append_line(path, logged(now, owner).encode() + b"\n")
-
-
-@contextlib.contextmanager
-def _shown(as_json: bool) -> Iterator[Callable[[Any], None]]:
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    def picture(now: Snapshot, width: int = _LONGEST) -> str:
-        return f"{time.strftime('%H:%M:%S')}  {render(now, width)}\n"
-
-    console = Console()
-    if as_json or not console.is_terminal or console.is_dumb_terminal:
-        # Flushed: the reader may be a pipe.
-        yield lambda now: print(now if as_json else picture(now), flush=True)
-        return
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        whole = {"no_wrap": True, "overflow": "ellipsis"}
-        yield lambda now: live.update(
-            Text(f"{picture(now, console.width)}\nCtrl-C ends", **whole),  # type: ignore[arg-type]
-            refresh=True,
-        )
