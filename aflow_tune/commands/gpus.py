@@ -123,7 +123,17 @@ def _free(options: argparse.Namespace) -> int:
             cure = f"leave {flag} out, or show first: aflow-tune gpus {flag} ..."
             faults.append(Fault("gpus free", "flags of `free`", f"{flag}, of showing", cure))
     refuse("Nothing was signalled.", faults)
-    protected = [*options.protect, *_protected_by(options.config)]
+    protected = list(options.protect)
+    if options.config is not None:  # whose other settings must be readable, no more
+        from aflow_tune.config.quiet import quiet
+
+        quiet()
+        from aflow_tune.config.load import load_config
+
+        config = load_config(options.config)
+        where = config.positions.where("protected_pids")
+        refuse("Nothing was signalled.", pid_faults(config.protected_pids, where))
+        protected += config.protected_pids
     freed = free(
         options.devices,
         options.pid,
@@ -132,23 +142,6 @@ def _free(options: argparse.Namespace) -> int:
         confirm=(lambda count: True) if options.yes else _confirm,
     )
     return ExitCode.DONE if freed.whole else ExitCode.FAILED
-
-
-def _protected_by(config: Path | None) -> list[int]:
-    """`protected_pids` of a configuration. Its other settings must be readable, no more."""
-    if config is None:
-        return []
-    from aflow_tune.config.quiet import quiet
-
-    quiet()
-    from aflow_tune.config.load import load_config
-    from aflow_tune.gpus.freeing import pid_faults
-
-    loaded = load_config(config)
-    pids = list(loaded.protected_pids)
-    where = loaded.positions.where("protected_pids")
-    refuse("Nothing was signalled.", pid_faults(pids, where))
-    return pids
 
 
 def _confirm(count: int) -> bool:

@@ -6,9 +6,8 @@ Parses, calls and shows; what is tried and kept is decided below.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +48,8 @@ exit codes: 0 done, 1 no graph solved a problem, 2 bad input, 3 interrupted, 4 a
 reached; after 3 and 4 the same command goes on.
 """
 
-_LINE_SECONDS = 15.0
-"""Least time between two progress lines in a log."""
+_LINE_SECONDS = 5.0
+"""Least time between two lines of progress."""
 
 
 def add_parser(commands: Any) -> None:
@@ -84,16 +83,23 @@ def _run(options: argparse.Namespace) -> int:
     from aflow_tune.tuning import harvest_config
 
     console = Console(stderr=options.json)
-    with _progress(console) as say:
-        summary = harvest_config(
-            options.config,
-            options.overrides,
-            sources=options.source or None,
-            runs=options.runs,
-            limit=options.limit,
-            out=options.out,
-            phase=say,
-        )
+    last = 0.0
+
+    def say(text: str) -> None:
+        nonlocal last
+        if not text.startswith("harvesting:") or time.monotonic() - last > _LINE_SECONDS:
+            last = time.monotonic()
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    summary = harvest_config(
+        options.config,
+        options.overrides,
+        sources=options.source or None,
+        runs=options.runs,
+        limit=options.limit,
+        out=options.out,
+        phase=say,
+    )
     if options.json:
         print_json({**summary.counts, "pairs": str(summary.pairs)})
         return ExitCode.DONE
@@ -151,23 +157,3 @@ def _print_counts(counts: Mapping[str, Any], console: Console) -> None:
             "kind, or raise harvest.per_structure"
         )
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """Says what is going on: one line that changes on a terminal, a line now and then elsewhere."""
-    from rich.markup import escape
-
-    last = 0.0
-
-    def say(text: str) -> None:
-        nonlocal last
-        counted = text.startswith("harvesting:")
-        if counted and console.is_terminal:
-            status.update(escape(text))
-        elif not counted or time.monotonic() - last > _LINE_SECONDS:
-            last = time.monotonic()
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    with console.status("") as status:
-        yield say

@@ -5,8 +5,8 @@ not ended: its command goes on with it, or the next command does. The score is m
 
 Samplers are made anew for every trial from the sweep's seed and the trial's number: one that was
 made once would begin its random numbers again after a resume, and draw the same settings twice.
-A grid's combinations are handed over as fixed trials: Optuna's `GridSampler` stops `optimize`,
-which is not used here.
+A grid's combinations are added as trials that run: Optuna's `GridSampler` stops `optimize`, which
+is not used here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import optuna
 from optuna.exceptions import ExperimentalWarning, StorageInternalError
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
 from aflow_tune.errors import RunFailed
@@ -91,36 +91,25 @@ class SweepStudy:
 
     def records(self) -> list[TrialRecord]:
         """All trials that were begun, by number."""
-        return [
-            TrialRecord(
-                trial.number,
-                _STATES[trial.state],
-                self._texts(trial),
-                trial.value,
-                dict(sorted(trial.intermediate_values.items())),
-                dict(trial.user_attrs),
-            )
-            for trial in self._begun()
-            if trial.state in _STATES
-        ]
+        return [self._record(trial) for trial in self._begun()]
 
     def next(self) -> TrialRecord | None:
-        """Begin a trial: its number and settings; None where a grid has no more.
-
-        What was handed over and not begun by a command that was killed comes first.
-        """
-        trials = self._study.get_trials(deepcopy=False)
-        if self._grid is not None and all(t.state != TrialState.WAITING for t in trials):
-            tried = {tuple(self._texts(trial).values()) for trial in self._begun()}
-            left = next((v for v in self._grid if tuple(v.values()) not in tried), None)
+        """Begin a trial: its number and settings; None where a grid has no more."""
+        distributions: Any = {key: axis.distribution for key, axis in self._axes.items()}
+        number = len(self._study.get_trials(deepcopy=False))
+        if self._grid is not None:
+            tried = [record.values for record in self.records()]
+            left = next((values for values in self._grid if values not in tried), None)
             if left is None:
                 return None
-            self._study.enqueue_trial(
-                {k: text if self._axes[k].choices else int(text) for k, text in left.items()}
+            params = {k: text if self._axes[k].choices else int(text) for k, text in left.items()}
+            self._study.add_trial(
+                create_trial(state=TrialState.RUNNING, params=params, distributions=distributions)
             )
-        self._study.sampler = self._sampler(len(trials))
-        trial = self._study.ask({key: a.distribution for key, a in self._axes.items()})
-        return TrialRecord(trial.number, "running", self._texts(trial))
+        else:
+            self._study.sampler = self._sampler(number)
+            self._study.ask(distributions)
+        return self.records()[-1]
 
     def report(self, number: int, step: int, value: float) -> bool:
         """Record a trial's score at a training step; whether it is to be pruned."""
@@ -143,8 +132,15 @@ class SweepStudy:
         trials = self._study.get_trials(deepcopy=False)
         return [trial for trial in trials if self._axes.keys() <= trial.params.keys()]
 
-    def _texts(self, trial: FrozenTrial | optuna.Trial) -> dict[str, str]:
-        return {key: axis.text(trial.params[key]) for key, axis in self._axes.items()}
+    def _record(self, trial: FrozenTrial) -> TrialRecord:
+        return TrialRecord(
+            trial.number,
+            _STATES[trial.state],
+            {key: axis.text(trial.params[key]) for key, axis in self._axes.items()},
+            trial.value,
+            dict(sorted(trial.intermediate_values.items())),
+            dict(trial.user_attrs),
+        )
 
     def _trial(self, number: int) -> optuna.Trial:
         trials = self._study.get_trials(deepcopy=False)
