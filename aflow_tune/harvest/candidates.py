@@ -52,8 +52,7 @@ def template_candidates(
     return [
         Candidate("templates", template.name, as_text(template.prompts, template.code))
         for template in templates
-        if problem.problem_type in template.problem_types
-        and set(template.operators) <= set(operators)
+        if template.fits(problem.problem_type, operators)
     ]
 
 

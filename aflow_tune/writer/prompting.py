@@ -18,7 +18,7 @@ from aflow_tune.operators import Operator
 from aflow_tune.operators.prompts import fill, placeholders
 from aflow_tune.writer.check import check_written
 from aflow_tune.writer.form import as_text
-from aflow_tune.writer.templates import default_graph, templates_for
+from aflow_tune.writer.templates import TEMPLATES, default_graph
 from aflow_tune.writer.types import CheckLimits, ProblemType
 
 PLACEHOLDERS = (
@@ -131,8 +131,9 @@ def _example(
     """The shortest workflow in the hybrid form that passes the check, without the cost beside its
     answer; empty where none passes."""
     allowed = dict(operators)
-    templates = [(one.prompts, one.code) for one in templates_for(problem_type, allowed)]
-    texts = sorted((as_text(p, code.replace(_COST, "").strip()) for p, code in templates), key=len)
+    fitting = [one for one in TEMPLATES.values() if one.fits(problem_type, allowed)]
+    texts = [as_text(one.prompts, one.code.replace(_COST, "").strip()) for one in fitting]
+    texts.sort(key=len)
     with contextlib.suppress(BadInput):
         graph = default_graph(problem_type or "math", allowed)
         code = graph.sources[inside.GRAPH_FILE].replace(_COST, "").strip()

@@ -55,6 +55,11 @@ class Template:
         sources = {inside.GRAPH_FILE: self.code}
         return Graph(f"template {self.name}", sources, instructions=dict(self.prompts))
 
+    def fits(self, problem_type: str | None, operators: Collection[str]) -> bool:
+        """Whether it is for this type of problem (None: any) and made of these operators only."""
+        known = problem_type is None or problem_type in self.problem_types
+        return known and set(self.operators) <= set(operators)
+
     @functools.cached_property
     def operators(self) -> tuple[str, ...]:
         """Names of the operators that it is made of, in the order of its code."""
@@ -66,18 +71,6 @@ TEMPLATES: Mapping[str, Template] = {
     for file in sorted(Path(__file__).with_name("templates").glob("*.yaml"))
 }
 """The shipped ones by name."""
-
-
-def templates_for(
-    problem_type: str | None = None, operators: Collection[str] | None = None
-) -> list[Template]:
-    """Those for a type of problem that are made of these operators only; None: of any."""
-    return [
-        template
-        for template in TEMPLATES.values()
-        if (problem_type is None or problem_type in template.problem_types)
-        and (operators is None or set(template.operators) <= set(operators))
-    ]
 
 
 def default_graph(
@@ -95,8 +88,8 @@ def default_graph(
     """
     for name in _DEFAULTS[problem_type]:
         template = TEMPLATES[name]
-        asks_too_much = template.graph.shape.needs_entry_point and not entry_point
-        if set(template.operators) <= set(operators) and not asks_too_much:
+        callable_ = entry_point or not template.graph.shape.needs_entry_point
+        if callable_ and template.fits(None, operators):
             return template.graph
     names_entry = entry_point and problem_type == "code"
     line = straight_line(list(operators), operators, problem_type, names_entry)

@@ -9,7 +9,6 @@ Where the executor does not answer, or the scorer cannot tell, the rollout fails
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,7 +47,7 @@ from aflow_tune.writer.results import (
     usage_of,
 )
 from aflow_tune.writer.templates import default_graph
-from aflow_tune.writer.types import PROBLEM_TYPES, CheckLimits, Level, ProblemType
+from aflow_tune.writer.types import PROBLEM_TYPES, CheckLimits, Level, ProblemType, did_you_mean
 
 if TYPE_CHECKING:
     from agentscope.model import TrinityChatModel
@@ -589,5 +588,4 @@ def _budget_faults(
 
 
 def _near(name: str, known: Iterable[str], otherwise: str) -> str:
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f"did you mean {near[0]}?" if near else otherwise
+    return did_you_mean(name, known).strip(" ()") or otherwise
