@@ -349,7 +349,7 @@ class WorkflowAdapter(Workflow):
             answer=recording.final_answer(self._response, calls),
             kept=dict(context.kept),
         )
-        self._keep(append_record, settings.eval_dir, record)
+        self._keep(append_record, str(settings.eval_dir), record)
 
     def _keep(self, append: Callable[[Path, Any], None], folder: str, record: Any) -> None:
         """Append a record; a full disk must not cost the rollout."""
