@@ -96,7 +96,7 @@ def test_an_executor_of_the_configurations_models_is_counted_and_cached(
 ) -> None:
     """As in an evaluation: `models:` answer through the run's budget, and `--cache` keeps it."""
     # Servers of this machine are not cached; this one stands for one that is elsewhere.
-    monkeypatch.setattr("aflow_tune.models.cache.is_local", lambda address: False)
+    monkeypatch.setattr("aflow_tune.models.cache._is_local", lambda address: False)
     with ScriptedServer(lambda _: text()) as policy, FaultyServer([Step(text="4")]) as executor:
         prices = PriceSettings(1.0, 1.0)
         settings = ModelSettings(model="frozen", base_url=executor.openai_url, prices=prices)

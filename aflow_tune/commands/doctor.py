@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.commands.options import add_command, config_arguments, option, print_json
@@ -63,7 +64,7 @@ def _doctor(options: argparse.Namespace) -> int:
     told: list[Line] = []
     out = sys.stdout
     # What libraries and the user's modules print while they are imported is none of ours.
-    with contextlib.redirect_stdout(sys.stderr):
+    with _silent_output(options.json), contextlib.redirect_stdout(sys.stderr):
         checks = examination(options.config, options.overrides, offline=options.offline)
         for lines in run_checks(checks):
             told += lines
@@ -89,6 +90,29 @@ def _doctor(options: argparse.Namespace) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+@contextlib.contextmanager
+def _silent_output(silent: bool) -> Iterator[None]:
+    """Also what code in C, or children, write to the standard output goes to the other one."""
+    try:
+        number, errors = sys.stdout.fileno(), sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):  # a notebook's
+        silent = False
+    if not silent:
+        yield
+        return
+    kept = os.dup(number)
+    sys.stdout.flush()
+    os.dup2(errors, number)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.__stdout__):
+            if stream is not None:
+                stream.flush()
+        os.dup2(kept, number)
+        os.close(kept)
 
 
 def _text(line: Line) -> str:

@@ -247,7 +247,7 @@ class ScriptedAdapter(WorkflowAdapter):
         super().__init__(**named)
         script: Script = self.task.workflow_args[SCRIPT_KEY]
         self._item = int(self.task.index.get("index", self.task.task_id))
-        self._part = script.part(self._raw_task(), self._item, self.run_index)
+        self._part = script.part(dict(self.task.raw_task or {}), self._item, self.run_index)
 
     async def run_async(self) -> list[Experience]:
         """One run, as `WorkflowAdapter.run_async`; its outcome is kept."""
