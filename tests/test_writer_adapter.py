@@ -101,12 +101,12 @@ def test_an_executor_of_the_configurations_models_is_counted_and_cached(
         prices = PriceSettings(1.0, 1.0)
         settings = ModelSettings(model="frozen", base_url=executor.openai_url, prices=prices)
         account, limits = str(tmp_path / "account.sqlite"), BudgetSection(calls=100)
-        books = RunSpend(account, limits, {"executor": settings})
+        spend = RunSpend(account, limits, {"executor": settings})
         runner = ScriptedRunner(ScriptedModel(policy.url), [], "sequential")
         for batch in ("0/held_out", "1/held_out"):
             folders = {"cache": str(tmp_path / "cache"), "eval_dir": str(tmp_path / "evaluations")}
             task = make_task(
-                writer(**SETTINGS), is_eval=True, batch_id=batch, books=books, **folders
+                writer(**SETTINGS), is_eval=True, batch_id=batch, spend=spend, **folders
             )
             status, _ = asyncio.run(runner.run_task(task, batch, repeat_times=1))
             assert status.ok, status.message
