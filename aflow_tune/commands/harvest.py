@@ -134,7 +134,8 @@ def _print_counts(counts: Mapping[str, Any], console: Console) -> None:
     structures = counts["kept_by_structure"]
     lines = [f"{number} pairs of {structure}" for structure, number in structures.items()]
     lines.append(
-        f"problems: {counts['problems']}, solved by some graph {counts['solved_problems']}"
+        f"problems: {counts['problems']}, of which {counts['solved_problems']} were solved by "
+        "some graph"
     )
     for text, number in (
         ("dropped before: {} problems that are held out too", counts["leaks"]),
@@ -150,10 +151,14 @@ def _print_counts(counts: Mapping[str, Any], console: Console) -> None:
             lines.append(
                 f"{who}: {tokens:,} tokens, {'unpriced' if usd is None else f'${usd:.4f}'}"
             )
-    if counts["dropped_for_balance"] > counts["kept"] or len(structures) == 1:
+    if counts["dropped_for_balance"] > counts["kept"]:
         lines.append(
-            f"warning: structures {len(structures)}, each at most "
-            f"{counts['share_in_force']:.0%} of the pairs: add sources or problems of another "
-            "kind, or raise harvest.per_structure"
+            f"more was dropped than kept, so that no structure exceeds "
+            f"{counts['share_in_force']:.0%}: add sources, or raise harvest.per_structure"
+        )
+    if len(structures) == 1:
+        lines.append(
+            "warning: all pairs have one structure, which a policy will learn by heart: add "
+            "sources, or problems of another kind"
         )
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
