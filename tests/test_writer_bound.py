@@ -13,7 +13,7 @@ from written_samples import ASK, DONE, PLAIN, graphs, workflow
 
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.run import GraphLimits
-from aflow_tune.models.clients import ScriptedModel
+from aflow_tune.models.client import ScriptedModel
 from aflow_tune.operators import OPERATORS
 from aflow_tune.writer.check import check_graph_of
 from aflow_tune.writer.results import operators_of, structure_of

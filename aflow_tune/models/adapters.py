@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from aflow_tune.errors import BadInput
-from aflow_tune.models.clients import BaseClient
+from aflow_tune.models.client import BaseClient
 from aflow_tune.models.prices import Price
 from aflow_tune.models.spend import Call
 from aflow_tune.models.types import (

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import httpx2
 
 from aflow_tune.errors import BadInput
-from aflow_tune.models.clients import BaseClient
+from aflow_tune.models.client import BaseClient
 from aflow_tune.models.prices import price_of
 from aflow_tune.models.redaction import masked, short
 from aflow_tune.models.settings import credentials

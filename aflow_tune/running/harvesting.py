@@ -43,7 +43,7 @@ from aflow_tune.harvest.harvest import Harvest, Journal, Lesson, Trial
 from aflow_tune.models.clients import client_for
 from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.report.html import COUNTS_FILE
-from aflow_tune.running.run import until_stopped
+from aflow_tune.running.stopping import until_stopped
 from aflow_tune.sandbox import use_policy
 
 if TYPE_CHECKING:

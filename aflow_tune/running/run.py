@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from trinity.buffer import get_buffer_reader
 
@@ -49,6 +49,7 @@ from aflow_tune.report.evaluation import FOLDER, load_evaluations
 from aflow_tune.report.html import summary_text, write_report
 from aflow_tune.report.metrics import read_metrics, rewind_metrics
 from aflow_tune.report.panel import Panel
+from aflow_tune.running.stopping import until_stopped
 from aflow_tune.runs.folder import (
     MAX_ERROR,
     checkpoints,
@@ -60,23 +61,9 @@ from aflow_tune.runs.folder import (
 from aflow_tune.runs.listing import summarise
 from aflow_tune.types import TuneResult
 
-T = TypeVar("T")
 Function = Callable[..., Any]
 Phase = Callable[[str], None]
 Stop = Callable[[], bool]
-
-
-async def until_stopped(work: Coroutine[Any, Any, T], stop: Stop, tell: Callable[[], None]) -> T:
-    """The result of `work`, which is cancelled once `stop()` is true, after one call of `tell`.
-    Raises asyncio.CancelledError: it was, and had not ended by then."""
-    task, told = asyncio.ensure_future(work), False
-    while not task.done():
-        await asyncio.wait([task], timeout=0.2)
-        if not told and not task.done() and stop():
-            told = True
-            tell()
-            task.cancel()
-    return await task
 
 
 class Run:

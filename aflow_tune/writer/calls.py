@@ -19,7 +19,7 @@ from aflow_tune.graph import inside
 from aflow_tune.graph.flow import MODEL
 from aflow_tune.graph.run import bind
 from aflow_tune.graph.shape import walk
-from aflow_tune.models.clients import ScriptedModel
+from aflow_tune.models.client import ScriptedModel
 from aflow_tune.operators import Operator
 from aflow_tune.writer.allowed import (
     BUILTINS,

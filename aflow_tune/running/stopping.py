@@ -1,0 +1,24 @@
+"""Ending work that runs in an event loop when the user asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def until_stopped(
+    work: Coroutine[Any, Any, T], stop: Callable[[], bool], tell: Callable[[], None]
+) -> T:
+    """The result of `work`, which is cancelled once `stop()` is true, after one call of `tell`.
+    Raises asyncio.CancelledError: it was, and had not ended by then."""
+    task, told = asyncio.ensure_future(work), False
+    while not task.done():
+        await asyncio.wait([task], timeout=0.2)
+        if not told and not task.done() and stop():
+            told = True
+            tell()
+            task.cancel()
+    return await task
