@@ -12,6 +12,7 @@ from aflow_tune.commands.options import (
     REPEATED,
     Parser,
     add_command,
+    key_variable,
     option,
     print_json,
     refuse,
@@ -71,11 +72,7 @@ def _model_options(parser: Parser) -> None:
     )
     option(parser, "--endpoint URL", "the policy is behind this OpenAI-compatible API")
     option(parser, "--model NAME", "what the endpoint calls the policy")
-    option(
-        parser,
-        "--key-variable NAME",
-        "environment variable with the endpoint's key; OPENAI_API_KEY for OpenAI's own",
-    )
+    key_variable(parser)
     option(
         parser,
         "--temperature T",

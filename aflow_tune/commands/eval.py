@@ -12,6 +12,7 @@ from aflow_tune.commands.options import (
     SEVERAL,
     add_command,
     config_arguments,
+    key_variable,
     option,
     print_json,
     refuse,
@@ -85,11 +86,7 @@ def add_parser(commands: Any) -> None:
     )
     option(parser, "--endpoint URL", "an OpenAI-compatible API to ask instead")
     option(parser, "--model NAME", "models of the endpoint, the base model first", **SEVERAL)
-    option(
-        parser,
-        "--key-variable NAME",
-        "environment variable with the endpoint's key; OPENAI_API_KEY for OpenAI's own",
-    )
+    key_variable(parser)
     option(
         parser,
         "--solved-at SCORE",

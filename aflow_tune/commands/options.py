@@ -164,3 +164,9 @@ def config_arguments(
     """The configuration, and the settings that may follow it."""
     option(parser, "config CONFIG", config, type=Path, **more)
     option(parser, "overrides key=value", settings, nargs="*")
+
+
+def key_variable(parser: Parser) -> None:
+    """Where the key of `--endpoint` comes from."""
+    text = "environment variable with the endpoint's key; OPENAI_API_KEY for OpenAI's own"
+    option(parser, "--key-variable NAME", text)

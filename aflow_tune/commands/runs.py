@@ -9,7 +9,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import REPEATED, add_command, option, print_json, refuse, too_small
+from aflow_tune.commands.options import (
+    REPEATED,
+    Parser,
+    add_command,
+    option,
+    print_json,
+    refuse,
+    too_small,
+)
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 if TYPE_CHECKING:
@@ -59,11 +67,6 @@ def arrange(arguments: Sequence[str]) -> list[str]:
     return [command, "list", *rest]
 
 
-_FOLDERS = """\
-folders DIR path *  run folders, or folders that hold some (default: runs and checkpoints here)
-"""
-
-
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "runs",
@@ -74,13 +77,7 @@ def add_parser(commands: Any) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     listed = "what runs there are, and what became of them (the word may be left out)"
     verb = add_command(actions, "list", _list, help=listed, description=_DESCRIPTION)
-    option(
-        verb,
-        "folders DIR",
-        "run folders, or folders that hold some (default: runs and checkpoints here)",
-        type=Path,
-        nargs="*",
-    )
+    _folders(verb)
     option(verb, "--json", "print JSON and nothing else")
     option(
         verb,
@@ -102,18 +99,17 @@ def add_parser(commands: Any) -> None:
     option(verb, "overrides key=value", "settings, such as buffer.total_steps=20", nargs="*")
     clean = "take away checkpoints that are neither newest nor best"
     verb = add_command(actions, "clean", _clean, help=clean, description=_CLEAN)
-    option(
-        verb,
-        "folders DIR",
-        "run folders, or folders that hold some (default: runs and checkpoints here)",
-        type=Path,
-        nargs="*",
-    )
+    _folders(verb)
     option(verb, "--keep-last N", "newest (1)", type=int, default=1)
     option(verb, "--keep-best N", "best ones (1)", type=int, default=1)
     either = verb.add_mutually_exclusive_group()
     option(either, "--yes", "do not ask")
     option(either, "--dry-run", "only show what would go")
+
+
+def _folders(verb: Parser) -> None:
+    text = "run folders, or folders that hold some (default: runs and checkpoints here)"
+    option(verb, "folders DIR", text, type=Path, nargs="*")
 
 
 def _roots(folders: Sequence[Path]) -> list[Path]:

@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of a block, by the names that an adapter's `target_modules` gives them."""
-
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' "
     "+ (message['content'] or '') + '<|im_end|>\\n' }}{% endfor %}"
