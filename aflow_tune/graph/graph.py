@@ -7,7 +7,7 @@ Our form on disk is a folder with `graph.py` and `prompts.json`, an object from 
 prompt constant, of an operator's instance or of an operator to its text (for an operator with
 several prompts, to an object of texts). AFlow's form is a `round_N` folder with `graph.py` and
 `prompt.py`, beside a `template` folder whose `op_prompt.py` holds its operators' prompts. Both may
-be mixed; prompts.json wins. A graph.py in ScoreFlow's form is put into AFlow's (`scoreflow.py`).
+be mixed; prompts.json wins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from aflow_tune.errors import BadInput, Fault
 from aflow_tune.graph import inside
 from aflow_tune.graph.flow import Flow, trace_flow
 from aflow_tune.graph.run import Broker, GraphLimits, GraphRun, run_graph
-from aflow_tune.graph.scoreflow import translated
 from aflow_tune.graph.shape import MAX_SOURCE_CHARS, Shape, examine
 from aflow_tune.models import as_client
 from aflow_tune.models.types import ModelClient
@@ -270,7 +269,7 @@ def read_graph(
     prompts, wrong = _checked_prompts(given, f"{label}/{PROMPTS_FILE}")
     if faults + wrong:
         raise BadInput(f"The graph at {path} cannot be read.", faults + wrong)
-    source = sources[inside.GRAPH_FILE] = translated(sources[inside.GRAPH_FILE])
+    source = sources[inside.GRAPH_FILE]
     # Data set and round: by the folder's place, or else by the imports of graph.py.
     resolved = folder.resolve()
     number = re.fullmatch(r"round_(\d+)", resolved.name)

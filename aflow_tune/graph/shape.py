@@ -256,13 +256,9 @@ def parse(source: str, label: str) -> tuple[ast.Module | None, list[Fault]]:
     return None, [Fault(label, "Python source", found, "correct the file")]
 
 
-def edited(source: str, edits: Iterable[Edit], *, keep_lines: bool = False) -> str:
-    """The source with other texts in the places of nodes.
-
-    Args:
-        edits: a statement without a text that shares its line with others becomes `pass`.
-        keep_lines: whether empty lines take the place of lines that go.
-    """
+def edited(source: str, edits: Iterable[Edit]) -> str:
+    """The source with other texts in the places of nodes; a statement without a text that shares
+    its line with others becomes `pass`."""
     # Columns of the parser count bytes, and only these ends of lines are ends for it.
     lines = source.encode().splitlines(keepends=True)
     places = [(n.lineno, n.col_offset, n.end_lineno, n.end_col_offset, t) for n, t in edits]  # type: ignore[attr-defined]
@@ -270,8 +266,7 @@ def edited(source: str, edits: Iterable[Edit], *, keep_lines: bool = False) -> s
         before, after = lines[line - 1][:column], lines[end_line - 1][end_column:]
         if not text and (before or after.partition(b"#")[0].strip()):
             text = "pass"
-        gone = [b"\n"] * (end_line - line) if keep_lines else []
-        lines[line - 1 : end_line] = [before + text.encode() + after, *gone]
+        lines[line - 1 : end_line] = [before + text.encode() + after]
     return b"".join(lines).decode()
 
 
