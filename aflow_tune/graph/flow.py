@@ -23,20 +23,14 @@ ANSWER = -2  # target of edges: what it returns
 MODEL = "llm"  # instance name of a direct call of the graph's model
 Place = tuple[int, int, int | None, int | None]
 """Where an expression begins and ends, line and column, as the parser counts them."""
+Loop = tuple[int, str]
+"""A loop around calls: its line and its head."""
 Handle = tuple[str, str]
 """An operator that was built: its instance and its name; (MODEL, "") for the model."""
 
 _MAX_DEPTH = 8  # of helper functions that call each other
 _MAX_STEPS = 50_000
 """Expressions that are looked at: a graph whose helpers multiply is cut off here."""
-
-
-@dataclass(frozen=True)
-class Loop:
-    """A loop around calls, by its line."""
-
-    line: int
-    label: str
 
 
 @dataclass(frozen=True)
@@ -279,7 +273,7 @@ class _Walk:
         else:
             label, items = _label(node), self.value(node.iter, env)
         repeating, conditions = self.repeating, self.conditions
-        loops = (*self.loops, Loop(node.lineno, label))
+        loops = (*self.loops, (node.lineno, label))
         with self.within(
             loops=loops, stops=frozenset(), repeating=repeating, conditions=conditions
         ):
@@ -340,7 +334,7 @@ class _Walk:
             with self.within(loops=self.loops, conditions=self.conditions):
                 for generator in node.generators:
                     self.assign(generator.target, self.value(generator.iter, inner), inner)
-                    self.loops = (*self.loops, Loop(node.lineno, _label(generator)))
+                    self.loops = (*self.loops, (node.lineno, _label(generator)))
                     for test in generator.ifs:
                         self.conditions |= self.tested(test, inner)
                 made = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
