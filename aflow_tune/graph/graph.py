@@ -12,7 +12,6 @@ be mixed; prompts.json wins.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import re
@@ -25,7 +24,7 @@ from aflow_tune.errors import BadInput, Fault
 from aflow_tune.graph import inside
 from aflow_tune.graph.flow import Flow, trace_flow
 from aflow_tune.graph.run import Broker, GraphLimits, GraphRun, run_graph
-from aflow_tune.graph.shape import MAX_SOURCE_CHARS, Shape, examine
+from aflow_tune.graph.shape import MAX_SOURCE_CHARS, Shape, examine, nearest
 from aflow_tune.models import as_client
 from aflow_tune.models.types import ModelClient
 from aflow_tune.operators import OPERATORS, Operator
@@ -135,9 +134,8 @@ class Graph:
         for name in texts:
             if name not in constants and self._operator_of(name) is None:
                 known = sorted({*constants, *self.shape.instances, *self.shape.instances.values()})
-                near = difflib.get_close_matches(name, known, 1)
-                fix = f"did you mean {near[0]}?" if near else "name one of them"
                 expected = f"one of: {', '.join(known) or 'nothing'}"
+                fix = nearest(name, known, "name one of them")
                 faults.append(Fault(self.label, expected, name, fix))
         changed = replace(self, prompts={**self.prompts, **texts})
         faults += changed.prompt_faults()

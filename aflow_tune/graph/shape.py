@@ -1,8 +1,7 @@
 """What a graph's source says about itself: its workflow, operators, prompts and faults.
 
-A fault here is definite: it would keep the graph from running. What may or may not be reached (an
-attribute that a branch reads) is left to the run, which names its line. The source may come from
-anywhere, so it is parsed, never compiled or imported.
+A fault is definite: it would keep the graph from running. What may or may not be reached is left to
+the run, which names its line. The source is parsed, never compiled or imported.
 """
 
 from __future__ import annotations
@@ -146,10 +145,8 @@ class Shape:
         """Whether there is an operator of this name; a fault if not."""
         if name in (*self.known, "Operator"):
             return True
-        near = difflib.get_close_matches(name, self.known, 1)
-        fix = (f"did you mean {near[0]}? " if near else "") + "or add that operator"
         expected = f"one of the operators: {', '.join(sorted(self.known))}"
-        self.fault(node, expected, f"operator.{name}", fix)
+        self.fault(node, expected, f"operator.{name}", nearest(name, self.known, "add it"))
         return False
 
     def attributes(self, prompts: Collection[str] | None) -> None:
@@ -164,9 +161,7 @@ class Shape:
                     continue
                 is_prompt = self.modules.get(owner) == "prompt" and node in self.certain
                 if prompts is not None and is_prompt and node.attr not in prompts:
-                    near = difflib.get_close_matches(node.attr, prompts, 1)
-                    fix = f"did you mean {near[0]}? " if near else ""
-                    fix += "add it to prompt.py or prompts.json"
+                    fix = nearest(node.attr, prompts, "add it to prompt.py or prompts.json")
                     self.fault(node, "a prompt of this graph", f"{owner}.{node.attr}", fix)
             elif isinstance(node, ast.Call) and not node.args:
                 name = self.operator_class(node.func)
@@ -235,6 +230,12 @@ class Shape:
                 counts[operator] = counts.get(operator, 0) + 1
                 name = f"{operator.lower()}_{counts[operator]}"
             yield BuiltOperator(name, operator, call.lineno, call.col_offset)
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """What to write instead of an unknown name."""
+    near = difflib.get_close_matches(name, [*known], 1)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def parse(source: str, label: str) -> tuple[ast.Module | None, list[Fault]]:
@@ -375,22 +376,15 @@ def _name_calls(
             names.setdefault(id(node), name if len(found) == 1 else f"{name}_{number}")
 
 
-# Going through a syntax tree, without what says nothing about a graph: `ast.walk` also visits the
-# contexts of names and the signs of operators, which are half of a tree.
-
-_PASSED_OVER = frozenset({"ctx", "op", "ops", "type_ignores", "type_comment", "kind"})
+# Without the contexts of names and the signs of operators, which are half of a tree.
+_PASSED_OVER = (
+    ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.type_ignore
+)  # fmt: skip
 
 
 def children(node: ast.AST) -> list[ast.AST]:
     """The nodes directly below one, in the order of the source."""
-    found: list[ast.AST] = []
-    for name in node._fields:
-        value = None if name in _PASSED_OVER else getattr(node, name, None)
-        if isinstance(value, ast.AST):
-            found.append(value)
-        elif type(value) is list:
-            found += [item for item in value if isinstance(item, ast.AST)]
-    return found
+    return [item for item in ast.iter_child_nodes(node) if not isinstance(item, _PASSED_OVER)]
 
 
 def walk(tree: ast.AST) -> list[ast.AST]:
