@@ -1,11 +1,10 @@
 """Which call of an operator feeds which: the edges of a graph, found in its source.
 
 `__call__` is followed statement by statement with an environment that maps each name to the calls
-whose results it may hold. A call of an operator is a node, with an edge from every node whose
-result may be in its arguments, and a 'decides' edge from those in the condition around it. Loop
-bodies are followed twice: what only the second pass finds is carried from one turn to the next.
-An over-approximation: a name holds everything that was ever put into it on any path. Code that
-hides its data (setattr, globals, exec) is not seen. Nothing is run.
+whose results it may hold, on any path. A call of an operator is a node, with an edge from every
+node whose result may be in its arguments, and a 'decides' edge from those in the condition around
+it. Loop bodies are followed twice: what only the second pass finds is carried to the next turn.
+Code that hides its data (setattr, globals, exec) is not seen. Nothing is run.
 """
 
 from __future__ import annotations

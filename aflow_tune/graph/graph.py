@@ -1,13 +1,12 @@
 """`load_graph` and `Graph`: a workflow over operators with its prompts, as one value.
 
-A graph is its texts: it can be pickled to a worker that has none of its files, run many times
-at once, given other prompts, drawn, and written back. Nothing of it is executed by loading it.
+A graph is its texts: it can be pickled to a worker that has none of its files, run many times at
+once, given other prompts, drawn, and written back. Loading executes nothing of it.
 
 Our form on disk is a folder with `graph.py` and `prompts.json`, an object from the name of a
 prompt constant, of an operator's instance or of an operator to its text (for an operator with
 several prompts, to an object of texts). AFlow's form is a `round_N` folder with `graph.py` and
-`prompt.py`, beside a `template` folder whose `op_prompt.py` holds its operators' prompts. Both may
-be mixed; prompts.json wins.
+`prompt.py`. Both may be mixed; prompts.json wins.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Graph:
     label: str
     """The folder that it was loaded from, for messages."""
     sources: Mapping[str, str]
-    """graph.py; prompt.py and op_prompt.py where there are any."""
+    """graph.py, and prompt.py where there is one."""
     prompts: Mapping[str, PromptText] = field(default_factory=dict)
     """Prompts that win over those of the files, by constant, instance or operator."""
     dataset: str | None = None
@@ -245,18 +244,10 @@ def read_graph(
         found = f"no {inside.GRAPH_FILE} in it" if folder.is_dir() else "no such folder"
         fix = "name a folder with graph.py and prompts.json, or a round_N folder of AFlow"
         raise BadInput.of(f"There is no graph at {path}.", label, "a graph", found, fix)
-    template = folder / "template"
-    if not template.is_dir():
-        template = folder.resolve().parent / "template"
     faults: list[Fault] = []
     sources: dict[str, str] = {}
-    for place, name in (
-        (folder, inside.GRAPH_FILE),
-        (folder, inside.PROMPT_FILE),
-        (template, inside.TEMPLATE_PROMPT_FILE),
-        (folder, PROMPTS_FILE),
-    ):
-        text = _text(place / name, f"{label}/{name}", faults)
+    for name in (inside.GRAPH_FILE, inside.PROMPT_FILE, PROMPTS_FILE):
+        text = _text(folder / name, f"{label}/{name}", faults)
         sources |= {} if text is None else {name: text}
     given: Any = {}
     try:

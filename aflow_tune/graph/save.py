@@ -62,9 +62,8 @@ def save_round(
     """Write a graph as a round of AFlow.
 
     Args:
-        folder: to be made; AFlow finds it at `workspace/DATASET/workflows/round_N`.
-        dataset: None for the one of that path, or else the graph's own.
-        round_number: None for the one of the folder's name, or else the graph's own.
+        folder: AFlow finds it at `workspace/DATASET/workflows/round_N`.
+        dataset: None for the one of that path, or else the graph's own; so is `round_number`.
 
     Raises:
         BadInput: the folder holds a graph already, data set or round cannot be told, or AFlow's

@@ -23,10 +23,7 @@ MAX_SOURCE_CHARS = 256 * 1024
 _INIT_ARGUMENTS = {"name", "llm_config", "dataset"}
 _INIT = "__init__(self, name, llm_config, dataset)"
 _CALL = "async def __call__(self, problem), or (self, problem, entry_point) for code"
-_IMPORTS = (
-    "a graph may import its prompts, its operators, create_llm_instance, DatasetType, CostManager "
-    "and Python's modules"
-)
+_IMPORTS = "the graph's prompts and operators, AFlow's names, or a module that is installed"
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Edit = tuple[ast.AST, str]  # A node of a source, and the text that takes its place
@@ -104,7 +101,7 @@ class Shape:
         self.operators = tuple(self.built())
 
     def imported(self, node: ast.Import | ast.ImportFrom, must: bool) -> None:
-        """Note the names that an import binds. `must`: whether it may not fail."""
+        """Note the names that an import binds. `must`: outside of `try`."""
         module = inside.absolute(getattr(node, "module", None) or "", getattr(node, "level", 0))
         kind = inside.shim_of(module) if isinstance(node, ast.ImportFrom) else None
         offered = inside.NAMES_OF.get(kind or "")
@@ -130,16 +127,11 @@ class Shape:
                 source, shim = f"{module}.{name}", inner
                 self.modules[bound] = inner
             top = source.partition(".")[0]
-            if shim == "template prompt" and inside.TEMPLATE_PROMPT_FILE not in self.files:
-                fix = "put the template folder of this data set beside the graph's folder"
-                self.fault(node, "template/op_prompt.py", "no such file", fix)
-            elif shim is not None or not must:
+            foreign = top in inside.FOREIGN_PACKAGES or source.startswith("workflows.")
+            if shim is not None or not must:
                 continue
-            elif top in inside.FOREIGN_PACKAGES or source.startswith("workflows."):
-                self.fault(node, "an import that a graph has", f"import of {source}", _IMPORTS)
-            elif top not in sys.stdlib_module_names and not _is_installed(top):
-                fix = f"install {top}, or do without it"
-                self.fault(node, "a module that is installed", f"import of {source}", fix)
+            if foreign or (top not in sys.stdlib_module_names and not _is_installed(top)):
+                self.fault(node, _IMPORTS, f"import of {source}", "install it, or do without it")
 
     def is_operator(self, node: ast.stmt | ast.expr, name: str) -> bool:
         """Whether there is an operator of this name; a fault if not."""

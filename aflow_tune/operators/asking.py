@@ -172,7 +172,7 @@ class ScEnsemble(_Ensemble):
         """The chosen candidate. `BadInput`: there is none, or one is neither text nor result."""
         candidates, order = self._candidates(solutions)
         if not order:
-            chosen = solutions[0] if isinstance(solutions[0], Mapping) else ""
+            chosen = _given(solutions, 0)
             return OperatorResult({"response": chosen}, Outcome.UNREADABLE, _NO_TEXT)
         place, vote = await self._vote(problem, candidates, order, None)
         place = _most_frequent(candidates, order) if place is None else place
@@ -215,11 +215,10 @@ class MdEnsemble(_Ensemble):
     async def run(
         self, solutions: list[str], problem: str = "", mode: str | None = None
     ) -> OperatorResult:
-        """The candidate with most votes; of several the one that stands first. `BadInput`: there
-        is no candidate, or one is neither a text nor a result."""
+        """The candidate with most votes, of several the first. `BadInput` as ScEnsemble's."""
         candidates, filled = self._candidates(solutions)
         if not filled:
-            chosen = solutions[0] if isinstance(solutions[0], Mapping) else ""
+            chosen = _given(solutions, 0)
             return OperatorResult({"solution": chosen}, Outcome.UNREADABLE, _NO_TEXT)
         orders = []
         drawn = random.Random(repr((self.seed, problem, candidates)))
