@@ -61,16 +61,13 @@ def measure(runs: Sequence[tuple[Trace, float | None]]) -> dict[str, Measured]:
 
 @dataclass
 class _Box:
-    number: int
-    """`PROBLEM`, `ANSWER` or the node's."""
+    number: int  # `PROBLEM`, `ANSWER` or the node's
     lines: Sequence[str]
     repeats: bool = False
-    failed: bool = False
-    """Whether it had failures in the traces."""
+    failed: bool = False  # in the traces
     row: int = 0
-    x: float = 0.0
-    """Of its middle, and `y` of its upper edge."""
-    y: float = 0.0
+    x: float = 0.0  # of its middle
+    y: float = 0.0  # of its upper edge
 
     def __post_init__(self) -> None:
         self.id = {PROBLEM: "problem", ANSWER: "answer"}.get(self.number, f"n{self.number}")

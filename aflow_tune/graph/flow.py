@@ -38,12 +38,10 @@ class Node:
 
     number: int
     instance: str
-    operator: str
-    """Empty for a direct call of the model."""
+    operator: str  # empty for a direct call of the model
     line: int
     loops: tuple[Loop, ...]
-    prompts: tuple[str, ...]
-    """Names of the `prompt_custom` texts among its arguments."""
+    prompts: tuple[str, ...]  # names of the `prompt_custom` texts among its arguments
 
 
 @dataclass(frozen=True, order=True)
@@ -65,10 +63,8 @@ class Flow:
     """Which operators (or the model) each call may reach, through dicts and variables too."""
     handed_on: dict[Handle, int] = field(default_factory=dict)
     """Operators that code which is not followed gets hold of, with the line."""
-    models: set[str] = field(default_factory=set)
-    """Expressions that hold the graph's model, such as `self.llm`."""
-    complete: bool = True
-    """False: it was too large to be followed to its end."""
+    models: set[str] = field(default_factory=set)  # names of the graph's model, such as `self.llm`
+    complete: bool = True  # False: it was too large to be followed to its end
 
 
 def trace_flow(shape: Shape) -> Flow:
@@ -98,11 +94,9 @@ class _Value:
     sources: frozenset[int] = frozenset()
     handles: frozenset[Handle] = frozenset()
     prompts: frozenset[str] = frozenset()
-    kinds: frozenset[str] = frozenset()
-    """Operators as classes."""
+    kinds: frozenset[str] = frozenset()  # operators as classes
     functions: tuple[ast.AST, ...] = ()
-    workflow: bool = False
-    """Whether it may be the workflow, `self`."""
+    workflow: bool = False  # whether it may be the workflow, `self`
 
 
 _NOTHING = _Value()
@@ -147,10 +141,8 @@ class _Walk:
         self.flow = Flow()
         self.loops: tuple[Loop, ...] = ()
         self.conditions: frozenset[int] = frozenset()
-        self.stops: frozenset[int] = frozenset()
-        """What decided so far whether to leave the loop."""
-        self.repeating = False
-        """In the second pass over a loop's body: what is new now was carried."""
+        self.stops: frozenset[int] = frozenset()  # what decided so far whether to leave the loop
+        self.repeating = False  # in the second pass over a loop's body: what is new was carried
         self.depth = self.steps = 0
         self.returned: list[_Value] = []
 

@@ -44,24 +44,21 @@ def bare(name: str) -> str:
 class Graph:
     """A loaded graph. Change it with `with_prompts`; run it with `run`."""
 
-    label: str
-    """The folder that it was loaded from, for messages."""
-    sources: Mapping[str, str]
-    """graph.py, and prompt.py where there is one."""
+    label: str  # the folder that it was loaded from, for messages
+    sources: Mapping[str, str]  # graph.py, and prompt.py where there is one
     prompts: Mapping[str, PromptText] = field(default_factory=dict)
     """Prompts that win over those of the files, by constant, instance or operator."""
     dataset: str | None = None
     """Of a path `.../DATASET/workflows/round_N`, or of the imports; so is `round`."""
     round: int | None = None
-    trust: bool = False
-    """True: its code runs in this process, with your rights."""
+    trust: bool = False  # its code runs in this process, with your rights
     operators: Mapping[str, type[Operator]] = field(default_factory=dict)
     """Operators of the user's that it may name, besides those of the registry."""
     instructions: Mapping[str, str] = field(default_factory=dict)
-    """Words without placeholders, by an operator's instance or for all instances of an operator
-    that have none of their own. Its code reads them as `self.prompts["name"]` (empty for a name
-    without) and `prompt_custom.name`. An operator gets them as its argument `instruction` where its
-    call has one and the code leaves it empty; else they stand in front of its main prompt."""
+    """Words without placeholders, by instance, or by operator for instances without own words. Its
+    code reads them as `self.prompts["name"]` (else empty) and `prompt_custom.name`. An operator
+    gets them as its argument `instruction` where its call has one and the code leaves it empty;
+    else they come in front of its main prompt."""
 
     @property
     def known(self) -> dict[str, type[Operator]]:
@@ -81,9 +78,8 @@ class Graph:
 
     @functools.cached_property
     def told(self) -> dict[str, str]:
-        """`instructions` also under each instance and operator that they mean. An instance's name
-        means it alone; any other is compared as `bare` has it, so that `custom` and
-        `operator.Custom` mean every `Custom` without words of its own."""
+        """`instructions` also under each instance and operator that they mean: an instance's name
+        means it alone, `custom` and `operator.Custom` every `Custom` without words of its own."""
         instances = self.shape.instances
         meant = {
             bare(name): text for name, text in self.instructions.items() if name not in instances

@@ -72,28 +72,20 @@ FATAL = (ForgedMessage, TooManyCalls, BudgetReached, SandboxUnavailable)
 class GraphLimits:
     """What one run of a graph may use."""
 
-    seconds: float = 180.0
-    """Wall-clock time, calls of models included."""
-    cpu_seconds: float = 30.0
-    """Processor time of the graph's own code, where it runs in the sandbox."""
-    calls: int = 100
-    """Calls of operators and of the model that the graph may make."""
-    concurrent: int = 32
-    """Of them at the same time; more wait."""
-    argument_chars: int = 500_000
-    """Characters of all the texts in one call's arguments."""
+    seconds: float = 180.0  # wall-clock time, calls of models included
+    cpu_seconds: float = 30.0  # of the graph's own code, where it runs in the sandbox
+    calls: int = 100  # of operators and of the model that the graph may make
+    concurrent: int = 32  # of them at the same time; more wait
+    argument_chars: int = 500_000  # of all the texts in one call's arguments
     memory_mb: int = 256
-    model_calls: int | None = None
-    """Calls of models that operators may make, failed ones included. None: no limit."""
-    tokens: int | None = None
-    """Prompt and completion tokens of all models together. None: no limit."""
-    call_prompt_tokens: int | None = None
-    """Of the prompt of one call: by its length before, as reported after. None: no limit."""
-    call_completion_tokens: int | None = None
-    """Handed to every call as its `max_tokens`. None: the models' own."""
+    # None: no limit.
+    model_calls: int | None = None  # that operators may make, failed ones included
+    tokens: int | None = None  # prompt and completion, of all models together
+    call_prompt_tokens: int | None = None  # of one call: by its length before, as reported after
+    call_completion_tokens: int | None = None  # handed to every call as its `max_tokens`
     retries: int | None = None
     """How often an operator asks again for an answer that it cannot read, where the graph does
-    not say; where it says more, this. None: as the operators and the graph say."""
+    not say; where it says more, this."""
 
 
 @dataclass
@@ -382,19 +374,15 @@ class GraphRun:
     """One run: its answer, or why there is none."""
 
     ending: GraphEnding
-    answer: Any = None
-    """What the workflow returned, without its cost; plain data."""
+    answer: Any = None  # what the workflow returned, without its cost; plain data
     reason: str = ""
     """Of an ending without an answer; names file and line where the graph's code raised."""
-    calls: int = 0
-    """Calls of operators and of the model that the graph made."""
-    answered: int = 0
-    """Of them, those that gave a result before the run ended."""
+    calls: int = 0  # of operators and of the model that the graph made
+    answered: int = 0  # of them, those that gave a result before the run ended
     model_calls: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cost: float | None = 0.0
-    """US dollars; None if the price of a call is not known."""
+    cost: float | None = 0.0  # US dollars; None if the price of a call is not known
     failures: Mapping[str, int] = field(default_factory=dict)
     """Failed calls by kind. The graph may have coped with them."""
     level: str = ""

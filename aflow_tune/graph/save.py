@@ -36,8 +36,6 @@ from scripts.evaluator import DatasetType
 _USUAL = {"operator": "operator", "prompt": "prompt_custom"}
 """What the header calls these modules."""
 _COST = '{}.get_usage_summary()["total_cost"]'
-_METAGPT = {"aask": "await {}(prompt)", "cost_manager": _COST}
-"""What MetaGPT's model has, with what AFlow's has instead."""
 
 
 @dataclass(frozen=True)
@@ -204,17 +202,11 @@ class _Fitted:
         self.notes: list[str] = []
         self.future = ""
         self._instruct()
-        flow, shape = graph.flow, graph.shape
-        if not flow.complete:
+        if not graph.flow.complete:
             self._note(0, "it is too large to be followed: its calls were not all checked")
         for node in ast.walk(self.tree):
             if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Load):
-                self._offered(node.lineno, shape.operator_class(node))
-            if isinstance(node, ast.Attribute) and node.attr in _METAGPT:
-                owner = ast.unparse(node.value)
-                fix = f"write `{_METAGPT[node.attr].format(owner)}`"
-                if owner in flow.models:
-                    self._fault(node.lineno, "what AFlow's model has", ast.unparse(node), fix)
+                self._offered(node.lineno, graph.shape.operator_class(node))
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 self._imported(node)
             if isinstance(node, ast.Call):
@@ -447,14 +439,12 @@ def _misfit(node: ast.Call, signature: inspect.Signature) -> str:
 def _drop(node: ast.Call, theirs: inspect.Signature, ours: inspect.Signature) -> list[str]:
     """Take out what AFlow's operator does not take and what does nothing by being evaluated."""
     names, there = list(ours.parameters)[1:], theirs.parameters
-    doing = (ast.Call, ast.Await, ast.NamedExpr, ast.Yield, ast.YieldFrom)
+    doing = (ast.Call, ast.Await, ast.NamedExpr)
 
     def still(value: ast.expr) -> bool:
         return not any(isinstance(item, doing) for item in ast.walk(value))
 
     dropped: list[str] = []
-    if any(item.kind is item.VAR_KEYWORD for item in there.values()):
-        return dropped
     while len(there) < len(node.args) <= len(names) and still(node.args[-1]):
         dropped.append(names[len(node.args) - 1])
         node.args.pop()

@@ -33,8 +33,7 @@ Edit = tuple[ast.AST, str]  # A node of a source, and the text that takes its pl
 class BuiltOperator:
     """One place in graph.py where an operator is built, as `operator.Custom(self.llm)`."""
 
-    instance: str
-    """The attribute or variable that it is assigned to, else the class's name and a number."""
+    instance: str  # what it is assigned to, else the class's name and a number
     operator: str
     line: int
     column: int
@@ -46,18 +45,14 @@ class Shape:
     def __init__(self, files: Mapping[str, str], operators: Collection[str], label: str) -> None:
         self.files, self.known, self.label = files, operators, label
         self.operators: tuple[BuiltOperator, ...] = ()
-        self.parameters: tuple[str, ...] = ()
-        """Of `__call__`, without self: the problem, and for code the entry point."""
+        self.parameters: tuple[str, ...] = ()  # of `__call__`, without self
         self.needs_entry_point = False
-        self.constants: dict[str, str] = {}
-        """Texts that prompt.py assigns at its top level."""
-        self.tree: ast.Module | None = None
-        """Without what `if __name__ == "__main__":` holds."""
+        self.constants: dict[str, str] = {}  # texts that prompt.py assigns at its top level
+        self.tree: ast.Module | None = None  # without what `if __name__ == "__main__":` holds
         self.certain: set[ast.AST] = set()
         """Nodes of the tree that every run reaches: only there a missing prompt is a fault."""
         self.workflow: ast.ClassDef | None = None
-        self.classes: dict[str, str] = {}
-        """Names under which operators' classes are known in graph.py, to the operator's name."""
+        self.classes: dict[str, str] = {}  # names of operators' classes in graph.py, to operators
         self.modules = {"operator": "operator", "prompt_custom": "prompt"}
         """Names of imported modules of AFlow, to what stands in for them (`inside.shim_of`)."""
         self.faults: list[Fault] = []

@@ -56,15 +56,12 @@ class GraphFunction:
     graph: Graph
     benchmark: str | None = None
     score: ScoreFunction | None = None
-    problem: str | None = None
-    """Field with the question. None: the benchmark's own text, or the first usual name."""
+    problem: str | None = None  # field with the question; None: the benchmark's, or a usual name
     entry_point: str = "entry_point"
     limits: GraphLimits = field(default_factory=GraphLimits)
     sandbox: str = "auto"
-    models: Mapping[str, str] = field(default_factory=dict)
-    """Role by instance, operator or model name."""
-    test_cases: TestCases = field(default_factory=TestCases)
-    """What the operator Test may use."""
+    models: Mapping[str, str] = field(default_factory=dict)  # role by instance, operator, model
+    test_cases: TestCases = field(default_factory=TestCases)  # of the operator Test
     clients: Mapping[str, ModelClient] = field(default_factory=dict)
     """Of the roles in `models` other than 'policy'. They travel without their keys."""
 

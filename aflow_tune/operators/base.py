@@ -53,30 +53,20 @@ _MODES = {"xml_fill": "xml", "code_fill": "code", "single_fill": "text", "json_f
 class Outcome(StrEnum):
     """How one use ended. The value is its word in traces and metrics."""
 
-    ANSWERED = "answered"
-    """Read as it was asked for, at the first attempt."""
+    ANSWERED = "answered"  # read as it was asked for, at the first attempt
+    # Read after repairs or after asking again; or some of several votes were lost, or a program had
+    # to be corrected before it ran or passed its tests.
     REPAIRED = "repaired"
-    """Read, but only after repairs or after asking again; or some of several votes were lost, or
-    a program had to be corrected before it ran or passed its tests."""
-    UNREADABLE = "unreadable"
-    """No attempt could be read. The keys are there, with the operator's fallback values."""
-    PROGRAM_FAILED = "program_failed"
-    """No program ran to a result."""
-    TESTS_FAILED = "tests_failed"
-    """The last solution does not pass the tests."""
-    NO_TESTS = "no_tests"
-    """There was nothing to test with, so nothing was tested and nothing passed."""
-    UNDECIDED = "undecided"
-    """The tests could not be run, which says nothing about the solution."""
+    UNREADABLE = "unreadable"  # no attempt could be read: the values are the operator's fallbacks
+    PROGRAM_FAILED = "program_failed"  # no program ran to a result
+    TESTS_FAILED = "tests_failed"  # the last solution does not pass the tests
+    NO_TESTS = "no_tests"  # nothing was tested and nothing passed
+    UNDECIDED = "undecided"  # the tests could not be run, which says nothing about the solution
     # What follows is noted in the trace; the call itself raises.
-    MODEL_FAILED = "model_failed"
-    """The model gave no reply after its retries: `ModelError`."""
-    SANDBOX_UNAVAILABLE = "sandbox_unavailable"
-    """A program could not be run at all: `SandboxUnavailable`."""
-    STOPPED = "stopped"
-    """Cancelled, or ended by the run's budget."""
-    RAISED = "raised"
-    """Any other exception: wrong arguments, or a defect of an operator."""
+    MODEL_FAILED = "model_failed"  # no reply after the model's retries: `ModelError`
+    SANDBOX_UNAVAILABLE = "sandbox_unavailable"  # a program could not be run: `SandboxUnavailable`
+    STOPPED = "stopped"  # cancelled, or ended by the run's budget
+    RAISED = "raised"  # any other exception: wrong arguments, or a defect of an operator
 
 
 READ_OUTCOMES = frozenset({Outcome.ANSWERED, Outcome.REPAIRED})

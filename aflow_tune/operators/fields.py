@@ -43,8 +43,7 @@ class Unreadable(ValueError):
     """A text is no value of the field. The message completes 'the field NAME ...'."""
 
 
-MAX_SHORT_TEXT = 200
-"""Characters of a text in which a truth value, a number or a choice is looked for."""
+MAX_SHORT_TEXT = 200  # characters in which a truth value, a number or a choice is looked for
 _TYPES = {
     Kind.TEXT: ("string", ""),
     Kind.BOOL: ("boolean", "true or false"),

@@ -22,8 +22,7 @@ from aflow_tune.scoring.code import MAX_CHARACTERS
 
 MAX_BLOCKS = 20  # of more fenced blocks the last ones are looked at
 MAX_FENCES = 4_000  # of more lines with fences the last ones are looked at
-MAX_CUTS = 20
-"""How often a line that is no Python may be cut off from the end of a text without blocks."""
+MAX_CUTS = 20  # of lines that are no Python off the end of a text without blocks
 _FENCE = re.compile(r"^[ \t]{0,16}(`{3,20}|~{3,20})([^\n`]*)$", re.MULTILINE)
 _PYTHON = ("", "python", "python3", "py", "py3", "python 3")
 _UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)
