@@ -169,7 +169,7 @@ def test_edges_of_rounds(tmp_path: Path, name: str) -> None:
     folder = write_round(tmp_path, "MATH", 2, graph, prompts)
     assert edges_of(folder) == set(expected.split())
     if graph is CODE:
-        loops = [[loop.label for loop in node.loops] for node in load_graph(folder).flow.nodes]
+        loops = [[label for _, label in node.loops] for node in load_graph(folder).flow.nodes]
         assert loops == [["for attempt in range(2)"]] * 2
 
 

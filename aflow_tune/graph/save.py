@@ -15,7 +15,7 @@ import inspect
 import json
 import keyword
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,7 +157,7 @@ def literal(text: str) -> str:
 # Each data set of AFlow has operators of its own, and they differ: the ensemble of DROP takes no
 # problem, that of MATH needs one. These are the calls that its six templates take.
 
-_CALLS = {
+_CALLS: dict[str, Callable[..., None]] = {
     "Custom": lambda input, instruction: None,
     "AnswerGenerate": lambda input, mode=None: None,
     "CustomCodeGenerate": lambda problem, entry_point, instruction: None,

@@ -264,8 +264,8 @@ def is_python(code: str) -> bool:
 
 
 def _tagged(text: str) -> _Found | None:
-    """Code and prompts in tags, as AFlow's models write them: `<graph>` with a class, `<prompt>` with
-    constants in Python or with an object."""
+    """Code and prompts in tags, as AFlow's models write them: `<graph>` holds a class, `<prompt>`
+    constants in Python or an object."""
     found = elements(text, ["graph", "prompt"], through_fences=True)
     if "graph" not in found or not _CLASS.search(found["graph"].content):
         return None
