@@ -18,7 +18,7 @@ from graph_samples import write_round as round_of
 from aflow_tune.errors import BadInput
 from aflow_tune.graph.graph import Graph, load_graph
 from aflow_tune.graph.run import GraphRun
-from aflow_tune.graph.save import SavedRound, literal, save_round
+from aflow_tune.graph.save import SavedRound, save_round
 from aflow_tune.models import ScriptedModel
 
 CALL = 'return (await self.custom(input=problem, instruction=prompt_custom.SOLVE))["response"], 0.0'
@@ -98,14 +98,6 @@ def test_where_it_cannot_go(tmp_path: Path) -> None:
         save_round(loaded, tmp_path / "round_3", dataset="X; import os")
     saved = save_round(loaded, tmp_path / "round_3", dataset="GSM8K")
     assert "GSM8K.workflows.round_3.prompt" in saved.files[0].read_text()
-
-
-LITERALS = ["", "a\"b'", "\n", 'a\n"', 'a\n"""', "a\n\\", "\r\n\0", "\n\\N{x}", "\n\ud800"]
-
-
-@pytest.mark.parametrize("text", LITERALS)
-def test_literals_give_back_their_text(text: str) -> None:
-    assert ast.literal_eval(literal(text)) == text
 
 
 MATH_LIKE = ("Custom", "Programmer", "ScEnsemble")

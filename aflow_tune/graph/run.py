@@ -423,11 +423,7 @@ async def run_graph(
 ) -> GraphRun:
     """Run a graph once. `BudgetReached`: the run's budget is used up.
 
-    Args:
-        label: how messages name the graph.
-        sources: its files by name.
-        setup: as `inside.run` takes it.
-        policy: of the sandbox; None: the graph is trusted and runs in this process.
+    `setup` is what `inside.run` takes; without a `policy` of the sandbox the graph is trusted.
     """
     started = time.monotonic()
     try:

@@ -138,10 +138,8 @@ def _prompt_source(source: str, constants: Mapping[str, str]) -> str:
             name = getattr(node.targets[0], "id", "")
             if name in left:
                 edits.append((node.value, literal(left.pop(name))))
-    text = edited(source, edits)
-    if left and text and not text.endswith("\n"):
-        text += "\n"
-    return text + "".join(f"\n{name} = {literal(value)}\n" for name, value in left.items())
+    added = "".join(f"\n{name} = {literal(value)}\n" for name, value in left.items())
+    return edited(source, edits) + added
 
 
 def literal(text: str) -> str:
@@ -179,14 +177,9 @@ _BUILT = inspect.signature(lambda llm, name=None: None)
 class _Fitted:
     """The tree of graph.py, made to hand over its instructions and to fit a template.
 
-    Attributes:
-        constants: instructions, for prompt.py.
-        prompts: for prompts.json: whole prompts of instances whose call has no argument for an
-            instruction, which AFlow does not read.
-        lost: instances whose instruction may not reach them: their calls could not be told.
-        changed: ids of changed nodes of the tree.
-        edits: other texts for nodes that are no expressions.
-        future: its imports from `__future__`, which go before the header.
+    `constants` are instructions, for prompt.py; `prompts`, for prompts.json, are whole prompts of
+    instances whose call has no argument for an instruction; `lost` are instances whose instruction
+    may not reach them. `changed` are ids of expressions, `edits` other texts for other nodes.
     """
 
     def __init__(self, graph: Graph, dataset: str) -> None:
@@ -200,7 +193,9 @@ class _Fitted:
         self.edits: list[Edit] = []
         self.faults: list[Fault] = []
         self.notes: list[str] = []
-        self.future = ""
+        self.future = ""  # imports from `__future__`, which go before the header
+        classes = [item.name for item in self.tree.body if isinstance(item, ast.ClassDef)]
+        self.own = {graph.shape.classes.get(name) for name in classes}
         self._instruct()
         if not graph.flow.complete:
             self._note(0, "it is too large to be followed: its calls were not all checked")
@@ -341,18 +336,15 @@ class _Fitted:
     def _call(self, node: ast.Call) -> None:
         """Change a call so that each operator that it may build or reach takes it; else say which
         does not. Classes of the graph's own say themselves what they take."""
-        shape = self.graph.shape
-        classes = [item.name for item in self.tree.body if isinstance(item, ast.ClassDef)]
-        own = {shape.classes.get(name) for name in classes}
-        built = shape.operator_class(node.func)
+        built = self.graph.shape.operator_class(node.func)
         handles = self.graph.flow.calls.get(place_of(node), frozenset())
         # Name, AFlow's signature, ours.
         wanted = [
             (name, self.offered[name], self._ours(name))
-            for name in sorted({operator for _, operator in handles} - own)
+            for name in sorted({operator for _, operator in handles} - self.own)
             if name in self.offered
         ]
-        if built is not None and built in self.offered and built not in own:
+        if built is not None and built in self.offered and built not in self.own:
             wanted = [(built, _BUILT, inspect.Signature())]
         wrong = [(name, theirs) for name, theirs, _ in wanted if _misfit(node, theirs)]
         if not wrong:
