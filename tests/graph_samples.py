@@ -127,20 +127,12 @@ GATHER = (
 )
 
 
-def write_round(
-    root: Path, dataset: str, number: int, graph: str, prompts: str | None = "", template: str = ""
-) -> Path:
+def write_round(root: Path, dataset: str, number: int, graph: str, prompts: str = "") -> Path:
     """A `round_N` folder where AFlow has it; returns it."""
     folder = root / "workspace" / dataset / "workflows" / f"round_{number}"
     folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text("")
     (folder / "graph.py").write_text(graph)
-    if prompts is not None:
-        (folder / "prompt.py").write_text(prompts)
-    beside = folder.parent / "template"
-    beside.mkdir(exist_ok=True)
-    (beside / "operator.py").write_text("from scripts.operators import Operator\n")
-    (beside / "op_prompt.py").write_text(template)
+    (folder / "prompt.py").write_text(prompts)
     return folder
 
 

@@ -85,24 +85,3 @@ def test_nothing_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert code == ExitCode.BAD_INPUT
     assert "1. [not_allowed] line 1, column 1: `open(" in out
     assert not mark.exists()
-
-
-@pytest.mark.parametrize(
-    ("given", "fine"),
-    [
-        ('{"solve": prompt_custom.solve}', True),
-        ('{"solve": prompt_custom.other}', False),
-        ('{"solve": "Be quick.", "more": "x"}', True),
-        ("dict(solve=prompt_custom.solve)", True),
-    ],
-)
-def test_self_prompts_is_set_in_the_constructor(
-    given: str, fine: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As the rounds that we save set it, since AFlow does not; and as others write it."""
-    code = PLAIN.replace("self.llm =", f"self.prompts = {given}\n        self.llm =", 1)
-    file = tmp_path / "written.json"
-    file.write_text(as_text({"solve": "Be exact."}, code))
-    status, out = run([str(file)], capsys)
-    assert ("prompt_custom.other has no text" in out) is not fine
-    assert (status == ExitCode.DONE) is fine

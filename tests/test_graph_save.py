@@ -18,7 +18,7 @@ from graph_samples import write_round as round_of
 from aflow_tune.errors import BadInput
 from aflow_tune.graph.graph import Graph, load_graph
 from aflow_tune.graph.run import GraphRun
-from aflow_tune.graph.save import SavedRound, literal, save_round
+from aflow_tune.graph.save import SavedRound, save_round
 from aflow_tune.models import ScriptedModel
 
 CALL = 'return (await self.custom(input=problem, instruction=prompt_custom.SOLVE))["response"], 0.0'
@@ -55,12 +55,11 @@ def test_changed_prompts_are_written_into_prompt_py(tmp_path: Path) -> None:
     assert load_graph(saved.folder).shape.constants["CODE_PROMPT"] == tuned
 
 
-def test_names_of_metagpt_are_refused_with_their_lines(tmp_path: Path) -> None:
+def test_imports_of_metagpt_are_refused_with_their_lines(tmp_path: Path) -> None:
     loaded = load_graph(round_of(tmp_path, "MATH", 2, MATH, MATH_PROMPTS))
     with pytest.raises(BadInput) as caught:
         save_round(loaded, target(tmp_path, "MATH"))
-    lines = [int(fault.where.rpartition(":")[2]) for fault in caught.value.faults]
-    assert sorted(lines) == [5, 19, 35]
+    assert [fault.where[-10:] for fault in caught.value.faults] == ["graph.py:5"]
 
 
 def test_other_imports_are_kept_or_become_names(tmp_path: Path) -> None:
@@ -99,14 +98,6 @@ def test_where_it_cannot_go(tmp_path: Path) -> None:
         save_round(loaded, tmp_path / "round_3", dataset="X; import os")
     saved = save_round(loaded, tmp_path / "round_3", dataset="GSM8K")
     assert "GSM8K.workflows.round_3.prompt" in saved.files[0].read_text()
-
-
-LITERALS = ["", "a\"b'", "\n", 'a\n"', 'a\n"""', "a\n\\", "\r\n\0", "\n\\N{x}", "\n\ud800"]
-
-
-@pytest.mark.parametrize("text", LITERALS)
-def test_literals_give_back_their_text(text: str) -> None:
-    assert ast.literal_eval(literal(text)) == text
 
 
 MATH_LIKE = ("Custom", "Programmer", "ScEnsemble")
@@ -181,7 +172,6 @@ def run_there(root: Path, dataset: str) -> str:
 ASK = "r = await self.solve(input=problem)\n"
 RUNS = [
     ("MATH", SOLVE, ASK + DONE),  # Custom without instruction
-    ("DROP", SOLVE, f"r = await self.solve(problem, None)\n{DONE}"),
     ("MATH", SOLVE + PICK,  # a vote without the problem
      f"a = await self.solve(problem)\nr = await self.pick([a['response']] * 2)\n{DONE}"),
     ("GSM8K", "self.code = operator.Programmer(self.llm, programs=1, retries=0)",
@@ -209,13 +199,9 @@ def test_what_lacks_is_written_and_what_is_too_much_left_out(
 ASKS = "return await self.llm(problem), 0"
 REFUSED = [
     ("MATH", "self.r = operator.Review(self.llm)", ASKS, 0),
-    ("DROP", "k = getattr(operator, 'Programmer')\nself.p = k(self.llm)",
-     "return (await self.p(problem))['output'], 0", 4),
-    ("MATH", SOLVE, f"a = await self.solve(problem)\nr = await self.solve(a)\n{DONE}", 4),
-    ("MATH", SOLVE, "r = await self.solve(problem)\nreturn r, 0", 4),
+    ("MATH", SOLVE, f"r = await self.solve(problem, 'Do: ', 'fast', 'x')\n{DONE}", 3),
     ("DROP", SOLVE + PICK,
      f"r = await self.pick([problem], problem=(await self.solve(problem))['response'])\n{DONE}", 4),
-    ("MATH", SOLVE, "return await self.llm.aask(problem), 0", 3),
 ]  # fmt: skip
 
 
@@ -240,7 +226,6 @@ def test_the_entry_point_of_another_kind_of_problem_is_refused(tmp_path: Path) -
 
 NOTED = [
     ("MATH", SOLVE, f"given = {{'input': problem}}\nr = await self.solve(**given)\n{DONE}"),
-    ("MATH", SOLVE, f"r = await outside(self.solve, problem)\n{DONE}"),
     ("MATH", SOLVE, "r = await self.solve(problem)\npair = (r['response'], 0)\nreturn pair"),
     ("DROP", "self.steps = [operator.Custom(self.llm), operator.AnswerGenerate(self.llm)]",
      "for step in self.steps:\n    r = await step(input=problem)\nreturn str(r), 0"),
@@ -251,22 +236,6 @@ NOTED = [
 @pytest.mark.parametrize(("dataset", "init", "call"), NOTED)
 def test_what_may_fail_there_is_noted(tmp_path: Path, dataset: str, init: str, call: str) -> None:
     assert written(tmp_path, dataset, graph_of(init, call)).notes
-
-
-def test_the_template_that_lies_there_decides(tmp_path: Path) -> None:
-    template = tmp_path / "workspace" / "MATH" / "workflows" / "template"
-    template.mkdir(parents=True)
-    (template / "operator.py").write_text(
-        "class Custom:\n    async def __call__(self, input, instruction): ...\n"
-        "class Review:\n    async def __call__(self, solution, problem): ...\n"
-    )
-    review = "self.r = operator.Review(self.llm)"
-    call = "r = await self.r(solution='s', problem=problem)\nreturn r['feedback'], 0"
-    assert not written(tmp_path, "MATH", graph_of(review, call)).notes
-    with pytest.raises(BadInput, match="Programmer"):
-        save_round(
-            graph_of("self.p = operator.Programmer(self.llm)", call), template.parent / "round_3"
-        )
 
 
 def run(graph: Graph, model: ScriptedModel) -> GraphRun:

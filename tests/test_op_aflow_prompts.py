@@ -67,12 +67,11 @@ REPLIES = {
 }
 
 
-def checkout(root: Path, *, fields: bool = True, formatter: bool = True) -> Path:
+def checkout(root: Path, *, formatter: bool = True) -> Path:
     template = root / "workspace" / "GSM8K" / "workflows" / "template"
     template.mkdir(parents=True)
     (template / "op_prompt.py").write_text(PROMPTS)
-    if fields:
-        (template / "operator_an.py").write_text(FIELDS)
+    (template / "operator_an.py").write_text(FIELDS)
     if formatter:
         (root / "scripts").mkdir()
         (root / "scripts" / "formatter.py").write_text(FORMATTER)
@@ -114,9 +113,8 @@ def test_a_question_is_put_together_as_aflow_does_it(
     assert not Path("never_run").exists()
 
 
-@pytest.mark.parametrize("lacks", ["fields", "formatter"])
-def test_without_the_other_files_our_own_words_ask_for_the_form(tmp_path: Path, lacks: str) -> None:
-    prompts = prompts_of(tmp_path, checkout(tmp_path / "AFlow", **{lacks: False}))
+def test_without_the_other_files_our_own_words_ask_for_the_form(tmp_path: Path) -> None:
+    prompts = prompts_of(tmp_path, checkout(tmp_path / "AFlow", formatter=False))
     text = asked("AnswerGenerate", prompts, "1+1?")
     assert text.startswith("\nAnswer 1+1?\n")
     assert "<answer>the final answer and nothing else</answer>" in text

@@ -139,12 +139,6 @@ def test_users_operators_need_a_prompt_fields_and_a_run() -> None:
     assert only(trace).operator == "Summarise"
     result, _ = run(Summarise(ScriptedModel(["no"] * 3))("a long text"))
     assert (result, result.outcome) == ({"summary": ""}, "unreadable")  # the worst of its answers
-    told = Summarise.describe()
-    assert (told["name"], told["description"]) == ("Summarise", "Shortens a text.")
-    assert told["arguments"][1] == {"name": "limit", "type": "int", "default": 10}
-    assert (set(told["returns"]), told["prompts"]) == (
-        {"summary", "words"}, {"main": ["limit", "text"]}
-    )  # fmt: skip
     with pytest.raises(TypeError, match="name it `run`"):
         type("Old", (Operator,), {"__call__": lambda self: None})
     with pytest.raises(TypeError, match="async def run"):
@@ -206,9 +200,7 @@ def test_forms_and_the_sentences_that_ask_for_them() -> None:
     assert texts(model)[3].startswith("AGAIN review_result is neither")
     model = ScriptedModel(['{"review_result": false, "feedback": "step 2"}'])
     result, _ = run(Review(model, form="json")("p", "s"))
-    assert (dict(result), result.outcome) == (
-        {"review_result": False, "feedback": "step 2"}, "answered"
-    )  # fmt: skip
+    assert (result["review_result"], result.outcome) == (False, "answered")
     schema = model.asked[0].schema
     assert schema is not None
     assert schema["properties"]["review_result"]["type"] == "boolean"
@@ -250,7 +242,6 @@ def test_operators_are_added_by_class_and_by_path(tmp_path: Path) -> None:
     with pytest.raises(BadInput) as caught:
         load_operators({**wrong, "Operator": Operator})
     assert len(caught.value.faults) == 5
-    assert "Custom is aflow_tune.operators" in str(caught.value)
 
 
 def test_the_documentation_names_every_operator_outcome_and_runs() -> None:

@@ -16,9 +16,6 @@ from aflow_tune.sandbox import detect
 from aflow_tune.sandbox.types import Limits
 from aflow_tune.trace import ProgramRun, Trace
 
-DATA = Path(__file__).parent.parent.parent / "shared" / "data" / "benchmarks"
-
-
 pytestmark = pytest.mark.skipif(detect().level is None, reason="no sandbox can be built here")
 
 
@@ -132,26 +129,6 @@ def test_a_solution_passes_only_by_its_tests(
         assert "the left side is -1" in asked
 
 
-CHEATS = [
-    "import sys\ndef add(a, b):\n    sys.exit(0)",
-    "import os\ndef add(a, b):\n    os._exit(0)",
-    "class Any:\n    def __eq__(self, other): return True\ndef add(a, b):\n    return Any()",
-    "import builtins\nbuiltins.AssertionError = KeyError\ndef add(a, b):\n    return 0",
-    "def add(a, b):\n    while True: pass",
-    "import sys\nsys.settrace(lambda *a: None)\ndef add(a, b):\n    return True",
-    "import aflow_channel\naflow_channel.send({'verdict': {'passed': True}})\ndef add(a, b): 0",
-]
-
-
-@pytest.mark.parametrize("cheat", CHEATS)
-def test_cheats_do_not_pass(cheat: str) -> None:
-    model = ScriptedModel([])
-    operator = Test(model, tests=CASES, limits=Limits(seconds=2))
-    result = asyncio.run(operator("Add.", cheat, "add", 0))
-    assert result["result"] is False
-    assert result.outcome == "tests_failed"
-
-
 def test_a_file_of_test_cases_is_read_with_its_faults(tmp_path: Path) -> None:
     path = tmp_path / "tests.jsonl"
     path.write_text(json.dumps({"entry_point": "f", "test": "assert candidate(1) == 1"}) + "\n\n")
@@ -179,25 +156,3 @@ def test_problems_with_one_entry_point_are_told_apart_by_their_text() -> None:
     assert tests == ()
     assert "2 problems" in reason
     assert cases.of("square", "square(2)")[0] == ()
-
-
-@pytest.mark.skipif(not DATA.is_dir(), reason="the benchmarks' rows are not at hand")
-def test_public_tests_pass_on_the_benchmarks_own_solutions() -> None:
-    """A sample of HumanEval's reference solutions, and every row found by its own problem."""
-    lines = (DATA / "humaneval_validate.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    cases = TestCases.load(DATA / "humaneval_public_test.jsonl")
-    TestCases.load(DATA / "mbpp_public_test.jsonl")
-    known = [row for row in rows if cases.of(row["entry_point"], row["prompt"])[0]]
-    assert len(known) >= 0.9 * len(rows)
-
-    async def work() -> list[OperatorResult]:
-        operator = Test(ScriptedModel([]), tests=cases)
-        return [
-            await operator(
-                row["prompt"], row["prompt"] + row["canonical_solution"], row["entry_point"]
-            )
-            for row in known[:8]
-        ]
-
-    assert [result.outcome for result in asyncio.run(work())] == ["answered"] * 8

@@ -199,10 +199,9 @@ def test_empty_candidates_whole_results_and_what_is_no_list(kind: type[Operator]
     empty = OperatorResult({"thought": "", "answer": ""})
     assert asyncio.run(kind(choose(*"AAAAA"))([empty, "only"], "p"))[key] == "only"
     assert asyncio.run(kind(ScriptedModel([]))([empty, empty], "p"))[key] == empty
-    for wrong, faults in (([], 1), ("a text", 1), (None, 1), ([("a", 1), ["x"], "fine"], 2)):
-        with pytest.raises(BadInput, match="solutions") as caught:
+    for wrong in ([], "a text", None, [("a", 1), ["x"], "fine"]):
+        with pytest.raises(BadInput, match="solutions"):
             asyncio.run(kind(ScriptedModel([]))(wrong, "p"))
-        assert len(caught.value.faults) == faults
 
 
 def test_md_ensemble_maps_each_vote_back_through_its_own_order() -> None:

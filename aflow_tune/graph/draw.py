@@ -1,7 +1,7 @@
 """A graph for people to look at: Mermaid, SVG, words for a terminal.
 
 One box for each call in the source, named by its operator instance, with arrows for what flows
-where. With traces (`measure`), the numbers of an instance stand in its first box.
+where. With traces (`measure`), the numbers of an instance are in its first box.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-from aflow_tune.graph.flow import ANSWER, PROBLEM, Edge, Flow, Loop
+from aflow_tune.graph.flow import ANSWER, PROBLEM, Edge, Flow
 from aflow_tune.graph.graph import Graph
 from aflow_tune.operators import READ_OUTCOMES
 from aflow_tune.trace import ModelCall, OperatorCall, Trace
@@ -26,13 +26,10 @@ class Measured:
     """Of the operator; for direct calls of the model, of the model."""
     tokens: int = 0
     """Prompt and completion, as far as they are known."""
-    cost: float | None = 0.0
-    """US dollars; None once one price was unknown."""
     failures: int = 0
     reward_share: float | None = None
-    """A bookkeeping of credit, not a cause: each run's reward is split evenly over the model calls
-    of that run, and summed by who made them. None where no run has a reward, or where rewards are
-    not all of one sign (shares of a sum near zero mean nothing)."""
+    """Credit, not cause: each run's reward is split evenly over its model calls and summed by who
+    made them. None where no run has a reward, or rewards are not all of one sign."""
 
 
 def measure(runs: Sequence[tuple[Trace, float | None]]) -> dict[str, Measured]:
@@ -49,8 +46,6 @@ def measure(runs: Sequence[tuple[Trace, float | None]]) -> dict[str, Measured]:
             who = call.caller.rpartition("/")[2]
             row = measured.setdefault(who, Measured())
             row.tokens += (call.prompt_tokens or 0) + (call.completion_tokens or 0)
-            if row.cost is not None:
-                row.cost = None if call.cost is None else row.cost + call.cost
             if "." not in who:  # no operator counts it
                 row.calls += 1
                 row.failures += call.failure is not None
@@ -66,51 +61,39 @@ def measure(runs: Sequence[tuple[Trace, float | None]]) -> dict[str, Measured]:
 
 @dataclass
 class _Box:
-    number: int
-    """`PROBLEM`, `ANSWER` or the node's."""
+    number: int  # `PROBLEM`, `ANSWER` or the node's
     lines: Sequence[str]
-    loops: tuple[Loop, ...] = ()
-    failed: bool = False
-    """Whether it had failures in the traces."""
+    repeats: bool = False
+    failed: bool = False  # in the traces
     row: int = 0
-    x: float = 0.0
-    """Of its middle, and `y` of its upper edge, where it is placed."""
-    y: float = 0.0
+    x: float = 0.0  # of its middle
+    y: float = 0.0  # of its upper edge
 
-    @property
-    def id(self) -> str:
-        return {PROBLEM: "problem", ANSWER: "answer"}.get(self.number, f"n{self.number}")
-
-    @property
-    def width(self) -> float:
-        return max(max(map(len, self.lines)) * _CHAR_WIDTH + 2 * _PADDING, 80.0)
-
-    @property
-    def height(self) -> float:
-        return len(self.lines) * _LINE_HEIGHT + 2 * _PADDING
+    def __post_init__(self) -> None:
+        self.id = {PROBLEM: "problem", ANSWER: "answer"}.get(self.number, f"n{self.number}")
+        self.width = max(max(map(len, self.lines)) * _CHAR_WIDTH + 2 * _PADDING, 80.0)
+        self.height = len(self.lines) * _LINE_HEIGHT + 2 * _PADDING
 
 
 def _boxes(flow: Flow, measured: Mapping[str, Measured] | None) -> dict[int, _Box]:
     """The boxes by number, from the problem to the answer, in the order of the source."""
-    # How calls are attributed in traces and experiences.
-    callers = [f"{n.operator}.{n.instance}" if n.operator else n.instance for n in flow.nodes]
+    left = dict(measured or {})
     boxes = {PROBLEM: _Box(PROBLEM, ("problem",))}
-    for place, (node, who) in enumerate(zip(flow.nodes, callers, strict=True)):
-        numbers = (measured or {}).get(who)
+    for node in flow.nodes:
         lines = [f"{node.instance}: {node.operator}" if node.operator else node.instance]
         lines += [", ".join(node.prompts)] if node.prompts else []
-        lines += [f"repeats: {loop.label}" for loop in node.loops]
-        if numbers is not None and who not in callers[:place]:
-            counts = f"{numbers.calls} calls, {numbers.tokens} tokens"
-            if numbers.cost is None or numbers.cost:
-                counts += ", price unknown" if numbers.cost is None else f", ${numbers.cost:.4f}"
-            places = callers.count(who)
-            lines.append(counts + (f" (in all {places} places)" if places > 1 else ""))
+        lines += [f"repeats: {label}" for _, label in node.loops]
+        # How calls are attributed in traces and experiences.
+        who = f"{node.operator}.{node.instance}" if node.operator else node.instance
+        numbers = left.pop(who, None)
+        if numbers is not None:
+            lines.append(f"{numbers.calls} calls, {numbers.tokens} tokens")
             if numbers.reward_share is not None:
                 lines.append(f"{numbers.reward_share:.0%} of the reward")
             lines += [f"{numbers.failures} failures"] if numbers.failures else []
         failed = numbers is not None and numbers.failures > 0
-        boxes[node.number] = _Box(node.number, [*map(shortened, lines)], node.loops, failed)
+        shown = [*map(shortened, lines)]
+        boxes[node.number] = _Box(node.number, shown, bool(node.loops), failed)
     return boxes | {ANSWER: _Box(ANSWER, ("answer",))}
 
 
@@ -128,34 +111,16 @@ _ARROWS = {"data": "-->", "carried": "-. next turn .->", "decides": "-. decides 
 def to_mermaid(flow: Flow, measured: Mapping[str, Measured] | None = None) -> str:
     """The graph as a Mermaid flowchart."""
     boxes = _boxes(flow, measured)
-    lines = ["flowchart TD", *_blocks([*boxes.values()], ())]
+    lines = ["flowchart TD"]
+    for box in boxes.values():
+        left, right = ('(["', '"])') if box.number < 0 else ('["', '"]')
+        label = "<br/>".join(escape_mermaid(line) for line in box.lines)
+        lines.append(f"    {box.id}{left}{label}{right}")
     for edge in flow.edges:
         lines.append(f"    {boxes[edge.source].id} {_ARROWS[edge.kind]} {boxes[edge.target].id}")
-    failed = [box.id for box in boxes.values() if box.failed]
-    if failed:
+    if failed := [box.id for box in boxes.values() if box.failed]:
         lines += ["    classDef failed stroke:#c0392b", f"    class {','.join(failed)} failed"]
     return "\n".join(lines) + "\n"
-
-
-def _blocks(drawn: Sequence[_Box], loops: tuple[Loop, ...]) -> list[str]:
-    """Boxes, those of a loop inside a subgraph."""
-    depth = len(loops)
-    pad = "    " * (depth + 1)
-    lines = []
-    done: set[Loop] = set()
-    for box in drawn:
-        if box.loops == loops:
-            left, right = ('(["', '"])') if box.number < 0 else ('["', '"]')
-            label = "<br/>".join(escape_mermaid(line) for line in box.lines)
-            lines.append(f"{pad}{box.id}{left}{label}{right}")
-        elif box.loops[:depth] == loops and box.loops[depth] not in done:
-            inner = box.loops[: depth + 1]
-            done.add(inner[-1])
-            name = f"loop_{'_'.join(str(loop.line) for loop in inner)}_{depth}"
-            lines.append(f'{pad}subgraph {name}["{escape_mermaid(shortened(inner[-1].label))}"]')
-            lines += _blocks([other for other in drawn if other.loops[: depth + 1] == inner], inner)
-            lines.append(f"{pad}end")
-    return lines
 
 
 def escape_mermaid(text: str) -> str:
@@ -167,10 +132,9 @@ def escape_mermaid(text: str) -> str:
     )
 
 
-# SVG: the row of a box is the longest way to it from the problem; within a row, boxes stand where
-# the middle of their sources is. Arrows back to an earlier box (the next turn of a loop) run along
-# the right side; arrows over several rows may pass behind boxes. Built as an element tree, which
-# escapes every text; no scripts, no links. Lengths are pixels at the font size of 12.
+# SVG: the row of a box is the longest way to it from the problem. Arrows back to an earlier box run
+# along the right side. Built as an element tree, which escapes every text; no scripts, no links.
+# Lengths are pixels at the font size of 12.
 
 _CHAR_WIDTH, _LINE_HEIGHT, _PADDING = 7.3, 17.0, 10.0
 _GAP_X, _GAP_Y, _MARGIN = 36.0, 46.0, 24.0
@@ -221,7 +185,7 @@ def to_svg(
         ElementTree.SubElement(root, "path", attributes)
     for box in boxes.values():
         kinds = ["end" if box.number < 0 else "box"]
-        kinds += ["repeats"] if box.loops else []
+        kinds += ["repeats"] if box.repeats else []
         kinds += ["failed"] if box.failed else []
         group = ElementTree.SubElement(root, "g")
         rect = {"class": " ".join(kinds), "x": _px(box.x - box.width / 2), "y": _px(box.y)}
@@ -238,23 +202,16 @@ def to_svg(
 def _place(boxes: Mapping[int, _Box], edges: Sequence[Edge]) -> None:
     """Set row, `x` and `y` of every box."""
     order = {number: place for place, number in enumerate(boxes)}
-    above: dict[int, list[int]] = {number: [] for number in boxes}
+    above: dict[int, list[int]] = {number: [PROBLEM] for number in boxes}
     for edge in edges:
         if edge.kind != "carried" and order[edge.source] < order[edge.target]:
             above[edge.target].append(edge.source)
-    above[ANSWER] = [*order][:-1]
+    above[PROBLEM], above[ANSWER] = [], [*order][:-1]
     for number, box in boxes.items():
-        rows = [boxes[other].row + 1 for other in above[number]]
-        box.row = max([int(number != PROBLEM), *rows])
-
-    def middle_of_sources(box: _Box) -> float:
-        xs = [boxes[number].x for number in above[box.number] if number != PROBLEM]
-        return sum(xs) / len(xs) if xs else 0.0
-
+        box.row = max([boxes[other].row + 1 for other in above[number]], default=0)
     y = _MARGIN
     for row in range(boxes[ANSWER].row + 1):
         here = [box for box in boxes.values() if box.row == row]
-        here.sort(key=middle_of_sources)
         x = -(sum(box.width for box in here) + _GAP_X * (len(here) - 1)) / 2
         for box in here:
             box.x, box.y = x + box.width / 2, y

@@ -1,11 +1,10 @@
 """Which call of an operator feeds which: the edges of a graph, found in its source.
 
 `__call__` is followed statement by statement with an environment that maps each name to the calls
-whose results it may hold. A call of an operator is a node, with an edge from every node whose
-result may be in its arguments, and a 'decides' edge from those in the condition around it. Loop
-bodies are followed twice: what only the second pass finds is carried from one turn to the next.
-An over-approximation: a name holds everything that was ever put into it on any path. Code that
-hides its data (setattr, globals, exec) is not seen. Nothing is run.
+whose results it may hold, on any path. A call of an operator is a node, with an edge from every
+node whose result may be in its arguments, and a 'decides' edge from those in the condition around
+it. Loop bodies are followed twice: what only the second pass finds is carried to the next turn.
+Code that hides its data (setattr, globals, exec) is not seen. Nothing is run.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ ANSWER = -2  # target of edges: what it returns
 MODEL = "llm"  # instance name of a direct call of the graph's model
 Place = tuple[int, int, int | None, int | None]
 """Where an expression begins and ends, line and column, as the parser counts them."""
+Loop = tuple[int, str]
+"""A loop around calls: its line and its head."""
 Handle = tuple[str, str]
 """An operator that was built: its instance and its name; (MODEL, "") for the model."""
 
@@ -32,25 +33,15 @@ _MAX_STEPS = 50_000
 
 
 @dataclass(frozen=True)
-class Loop:
-    """A loop around calls, by its line."""
-
-    line: int
-    label: str
-
-
-@dataclass(frozen=True)
 class Node:
     """One call of an operator (or of the model) in the source."""
 
     number: int
     instance: str
-    operator: str
-    """Empty for a direct call of the model."""
+    operator: str  # empty for a direct call of the model
     line: int
     loops: tuple[Loop, ...]
-    prompts: tuple[str, ...]
-    """Names of the `prompt_custom` texts among its arguments."""
+    prompts: tuple[str, ...]  # names of the `prompt_custom` texts among its arguments
 
 
 @dataclass(frozen=True, order=True)
@@ -72,12 +63,8 @@ class Flow:
     """Which operators (or the model) each call may reach, through dicts and variables too."""
     handed_on: dict[Handle, int] = field(default_factory=dict)
     """Operators that code which is not followed gets hold of, with the line."""
-    models: set[str] = field(default_factory=set)
-    """Expressions that hold the graph's model, such as `self.llm`."""
-    whole: dict[Place, bool] = field(default_factory=dict)
-    """Of expressions among arguments and answers: an operator's whole result on any path?"""
-    complete: bool = True
-    """False: it was too large to be followed to its end."""
+    models: set[str] = field(default_factory=set)  # names of the graph's model, such as `self.llm`
+    complete: bool = True  # False: it was too large to be followed to its end
 
 
 def trace_flow(shape: Shape) -> Flow:
@@ -107,20 +94,12 @@ class _Value:
     sources: frozenset[int] = frozenset()
     handles: frozenset[Handle] = frozenset()
     prompts: frozenset[str] = frozenset()
-    kinds: frozenset[str] = frozenset()
-    """Operators as classes."""
+    kinds: frozenset[str] = frozenset()  # operators as classes
     functions: tuple[ast.AST, ...] = ()
-    whole: bool = False
-    """Whether it is the result of an operator itself, not something made of it."""
-    workflow: bool = False
-    """Whether it may be the workflow, `self`."""
-
-    def part(self, **changes: Any) -> _Value:
-        """Something made of it, or a part."""
-        return replace(self, whole=False, **changes)
+    workflow: bool = False  # whether it may be the workflow, `self`
 
 
-_NOTHING, _CONSTANT = _Value(), _Value()
+_NOTHING = _Value()
 _KEEPING = frozenset(
     ("append", "deque", "dict", "enumerate", "extend", "getattr", "insert", "isinstance", "items",
      "list", "next", "print", "random", "reversed", "setdefault", "tuple", "update", "values",
@@ -142,7 +121,6 @@ def _join(*values: _Value) -> _Value:
         frozenset().union(*(value.prompts for value in told)),
         frozenset().union(*(value.kinds for value in told)),
         tuple(dict.fromkeys(item for value in told for item in value.functions)),
-        all(value.whole for value in told),
         any(value.workflow for value in told),
     )
 
@@ -163,10 +141,8 @@ class _Walk:
         self.flow = Flow()
         self.loops: tuple[Loop, ...] = ()
         self.conditions: frozenset[int] = frozenset()
-        self.stops: frozenset[int] = frozenset()
-        """What decided so far whether to leave the loop."""
-        self.repeating = False
-        """In the second pass over a loop's body: what is new now was carried."""
+        self.stops: frozenset[int] = frozenset()  # what decided so far whether to leave the loop
+        self.repeating = False  # in the second pass over a loop's body: what is new was carried
         self.depth = self.steps = 0
         self.returned: list[_Value] = []
 
@@ -190,7 +166,6 @@ class _Walk:
 
     @contextlib.contextmanager
     def within(self, **changes: Any) -> Iterator[None]:
-        """Where loops, conditions or the depth are others."""
         before = {name: getattr(self, name) for name in changes}
         vars(self).update(changes)
         try:
@@ -241,9 +216,7 @@ class _Walk:
             answer = node.value
             if isinstance(answer, ast.Tuple) and len(answer.elts) == 2:  # `return answer, cost`
                 answer = answer.elts[0]
-            self.returned.append(value := self.value(answer, env))
-            if answer is not None:
-                self.note_whole(answer, value)
+            self.returned.append(self.value(answer, env))
         elif isinstance(node, ast.If):
             self.branch(node.test, [node.body, node.orelse], env)
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
@@ -291,7 +264,7 @@ class _Walk:
         else:
             label, items = _label(node), self.value(node.iter, env)
         repeating, conditions = self.repeating, self.conditions
-        loops = (*self.loops, Loop(node.lineno, label))
+        loops = (*self.loops, (node.lineno, label))
         with self.within(
             loops=loops, stops=frozenset(), repeating=repeating, conditions=conditions
         ):
@@ -309,14 +282,14 @@ class _Walk:
     def assign(self, target: ast.expr, value: _Value, env: _Env, add: bool = False) -> None:
         if isinstance(target, (ast.Tuple, ast.List)):
             for part in target.elts:
-                self.assign(part, value.part(), env, add)
+                self.assign(part, value, env, add)
         elif isinstance(target, ast.Starred):
             self.assign(target.value, value, env, add)
         elif isinstance(target, ast.Subscript):
             key = _Value(self.value(target.slice, env).sources)  # `votes[answer] += 1`
             item, owner = _item(target), f"{_name(target.value)}["
             kept = {name: held for name, held in env.items() if name.startswith(owner)}
-            self.assign(target.value, _join(value, key).part(), env, add=True)
+            self.assign(target.value, _join(value, key), env, add=True)
             if item is not None:  # else it cannot be told which one it is
                 env |= {**kept, item: value}
         elif (name := _name(target)) is not None:
@@ -329,10 +302,6 @@ class _Walk:
         if value.handles == {(MODEL, "")}:
             self.flow.models.add(name)
 
-    def note_whole(self, node: ast.expr, value: _Value) -> None:
-        whole = self.flow.whole
-        whole[place_of(node)] = value.whole and whole.get(place_of(node), True)
-
     # Expressions
 
     def value(self, node: ast.expr | None, env: _Env) -> _Value:
@@ -340,7 +309,7 @@ class _Walk:
         if self.steps > _MAX_STEPS:
             raise _CutOff
         if node is None or isinstance(node, ast.Constant):
-            return _NOTHING if node is None else _CONSTANT
+            return _NOTHING
         if isinstance(node, ast.Await):
             return self.value(node.value, env)
         if isinstance(node, ast.Subscript) and (item := _item(node)) in env:
@@ -356,11 +325,11 @@ class _Walk:
             with self.within(loops=self.loops, conditions=self.conditions):
                 for generator in node.generators:
                     self.assign(generator.target, self.value(generator.iter, inner), inner)
-                    self.loops = (*self.loops, Loop(node.lineno, _label(generator)))
+                    self.loops = (*self.loops, (node.lineno, _label(generator)))
                     for test in generator.ifs:
                         self.conditions |= self.tested(test, inner)
                 made = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-                return _join(*(self.value(part, inner) for part in made)).part()
+                return _join(*(self.value(part, inner) for part in made))
         if isinstance(node, ast.Lambda):
             return _Value(functions=(node,))
         if isinstance(node, ast.IfExp):
@@ -369,7 +338,7 @@ class _Walk:
         if isinstance(node, (ast.Name, ast.Attribute)):
             return self.name(node, env)
         parts = [item for item in ast.iter_child_nodes(node) if isinstance(item, ast.expr)]
-        return _join(*(self.value(part, env) for part in parts)).part()
+        return _join(*(self.value(part, env) for part in parts))
 
     def name(self, node: ast.Name | ast.Attribute, env: _Env) -> _Value:
         name = _name(node)
@@ -414,13 +383,8 @@ class _Walk:
         if target.handles and is_handle:
             place, calls = place_of(node), self.flow.calls
             calls[place] = calls.get(place, frozenset()) | target.handles
-            for argument, value in zip(node.args, given, strict=True):
-                self.note_whole(argument, value)
-            for word in node.keywords:
-                self.note_whole(word.value, named[word.arg])
             results = [self.node(node, handle, arguments) for handle in sorted(target.handles)]
-            is_whole = all(name != MODEL for name, _ in target.handles)
-            return _Value(frozenset(results), whole=is_whole)
+            return _Value(frozenset(results))
         if target.kinds:
             return _Value(handles=frozenset((name.lower(), name) for name in target.kinds))
         followed = [self.follow(item, given, named, env) for item in target.functions]
@@ -428,7 +392,7 @@ class _Walk:
             # `solutions.append(x)`, `seen.update(x)`: the object now holds its argument.
             name = _name(node.func.value)
             if name is not None and name in env:
-                self.put(name, _join(env[name], arguments.part(functions=())).part(), env)
+                self.put(name, _join(env[name], replace(arguments, functions=())), env)
         passed = [
             self.follow(item, [arguments], {}, env)
             for value in (*given, *named.values())
@@ -440,7 +404,7 @@ class _Walk:
             for handle in arguments.handles:
                 self.flow.handed_on.setdefault(handle, node.lineno)
         # Whatever an unknown function returns may hold what it was given.
-        return _join(target, arguments, *passed).part(functions=())
+        return replace(_join(target, arguments, *passed), functions=())
 
     def looked_up(self, node: ast.Call, env: _Env) -> _Value:
         """`getattr(prompt_custom, "NAME", ...)`, `getattr(self, "solve")`."""

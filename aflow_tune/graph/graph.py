@@ -1,18 +1,16 @@
 """`load_graph` and `Graph`: a workflow over operators with its prompts, as one value.
 
-A graph is its texts: it can be pickled to a worker that has none of its files, run many times
-at once, given other prompts, drawn, and written back. Nothing of it is executed by loading it.
+A graph is its texts: it can be pickled to a worker that has none of its files, run many times at
+once, given other prompts, drawn, and written back. Loading executes nothing of it.
 
 Our form on disk is a folder with `graph.py` and `prompts.json`, an object from the name of a
 prompt constant, of an operator's instance or of an operator to its text (for an operator with
 several prompts, to an object of texts). AFlow's form is a `round_N` folder with `graph.py` and
-`prompt.py`, beside a `template` folder whose `op_prompt.py` holds its operators' prompts. Both may
-be mixed; prompts.json wins. A graph.py in ScoreFlow's form is put into AFlow's (`scoreflow.py`).
+`prompt.py`. Both may be mixed; prompts.json wins.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import re
@@ -25,8 +23,7 @@ from aflow_tune.errors import BadInput, Fault
 from aflow_tune.graph import inside
 from aflow_tune.graph.flow import Flow, trace_flow
 from aflow_tune.graph.run import Broker, GraphLimits, GraphRun, run_graph
-from aflow_tune.graph.scoreflow import translated
-from aflow_tune.graph.shape import MAX_SOURCE_CHARS, Shape, examine
+from aflow_tune.graph.shape import MAX_SOURCE_CHARS, Shape, examine, nearest
 from aflow_tune.models import as_client
 from aflow_tune.models.types import ModelClient
 from aflow_tune.operators import OPERATORS, Operator
@@ -47,24 +44,21 @@ def bare(name: str) -> str:
 class Graph:
     """A loaded graph. Change it with `with_prompts`; run it with `run`."""
 
-    label: str
-    """The folder that it was loaded from, for messages."""
-    sources: Mapping[str, str]
-    """graph.py; prompt.py and op_prompt.py where there are any."""
+    label: str  # the folder that it was loaded from, for messages
+    sources: Mapping[str, str]  # graph.py, and prompt.py where there is one
     prompts: Mapping[str, PromptText] = field(default_factory=dict)
     """Prompts that win over those of the files, by constant, instance or operator."""
     dataset: str | None = None
     """Of a path `.../DATASET/workflows/round_N`, or of the imports; so is `round`."""
     round: int | None = None
-    trust: bool = False
-    """True: its code runs in this process, with your rights."""
+    trust: bool = False  # its code runs in this process, with your rights
     operators: Mapping[str, type[Operator]] = field(default_factory=dict)
     """Operators of the user's that it may name, besides those of the registry."""
     instructions: Mapping[str, str] = field(default_factory=dict)
-    """Words without placeholders, by an operator's instance or for all instances of an operator
-    that have none of their own. Its code reads them as `self.prompts["name"]` (empty for a name
-    without) and `prompt_custom.name`. An operator gets them as its argument `instruction` where its
-    call has one and the code leaves it empty; else they stand in front of its main prompt."""
+    """Words without placeholders, by instance, or by operator for instances without own words. Its
+    code reads them as `self.prompts["name"]` (else empty) and `prompt_custom.name`. An operator
+    gets them as its argument `instruction` where its call has one and the code leaves it empty;
+    else they come in front of its main prompt."""
 
     @property
     def known(self) -> dict[str, type[Operator]]:
@@ -84,9 +78,8 @@ class Graph:
 
     @functools.cached_property
     def told(self) -> dict[str, str]:
-        """`instructions` also under each instance and operator that they mean. An instance's name
-        means it alone; any other is compared as `bare` has it, so that `custom` and
-        `operator.Custom` mean every `Custom` without words of its own."""
+        """`instructions` also under each instance and operator that they mean: an instance's name
+        means it alone, `custom` and `operator.Custom` every `Custom` without words of its own."""
         instances = self.shape.instances
         meant = {
             bare(name): text for name, text in self.instructions.items() if name not in instances
@@ -136,9 +129,8 @@ class Graph:
         for name in texts:
             if name not in constants and self._operator_of(name) is None:
                 known = sorted({*constants, *self.shape.instances, *self.shape.instances.values()})
-                near = difflib.get_close_matches(name, known, 1)
-                fix = f"did you mean {near[0]}?" if near else "name one of them"
                 expected = f"one of: {', '.join(known) or 'nothing'}"
+                fix = nearest(name, known, "name one of them")
                 faults.append(Fault(self.label, expected, name, fix))
         changed = replace(self, prompts={**self.prompts, **texts})
         faults += changed.prompt_faults()
@@ -248,18 +240,10 @@ def read_graph(
         found = f"no {inside.GRAPH_FILE} in it" if folder.is_dir() else "no such folder"
         fix = "name a folder with graph.py and prompts.json, or a round_N folder of AFlow"
         raise BadInput.of(f"There is no graph at {path}.", label, "a graph", found, fix)
-    template = folder / "template"
-    if not template.is_dir():
-        template = folder.resolve().parent / "template"
     faults: list[Fault] = []
     sources: dict[str, str] = {}
-    for place, name in (
-        (folder, inside.GRAPH_FILE),
-        (folder, inside.PROMPT_FILE),
-        (template, inside.TEMPLATE_PROMPT_FILE),
-        (folder, PROMPTS_FILE),
-    ):
-        text = _text(place / name, f"{label}/{name}", faults)
+    for name in (inside.GRAPH_FILE, inside.PROMPT_FILE, PROMPTS_FILE):
+        text = _text(folder / name, f"{label}/{name}", faults)
         sources |= {} if text is None else {name: text}
     given: Any = {}
     try:
@@ -270,7 +254,7 @@ def read_graph(
     prompts, wrong = _checked_prompts(given, f"{label}/{PROMPTS_FILE}")
     if faults + wrong:
         raise BadInput(f"The graph at {path} cannot be read.", faults + wrong)
-    source = sources[inside.GRAPH_FILE] = translated(sources[inside.GRAPH_FILE])
+    source = sources[inside.GRAPH_FILE]
     # Data set and round: by the folder's place, or else by the imports of graph.py.
     resolved = folder.resolve()
     number = re.fullmatch(r"round_(\d+)", resolved.name)

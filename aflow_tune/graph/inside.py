@@ -1,14 +1,12 @@
 """What runs beside a graph's code: the modules that it imports, and its way to the outside.
 
-A graph written for AFlow imports its operators, its prompts and its model from modules of that
-project. Here they are shims: an operator is a handle whose call becomes one message to the
-parent process, which alone holds models and operators; so is the model. Everything else that a
-graph imports is Python's own.
+A graph written for AFlow imports its operators, prompts and model from modules of that project.
+Here they are shims: each call of an operator or of the model is one message to the parent process,
+which alone holds them. Everything else that a graph imports is Python's own.
 
-This file is the whole program in the sandbox, where nothing of this project is installed, and
-is imported for trusted graphs and by the static check: it needs the standard library only. It
-guards nothing: what the graph's code may do is decided by the sandbox around the process and by
-`run.py`, which believes no message.
+This file is the whole program in the sandbox, where nothing of this project is installed: it needs
+the standard library only. It guards nothing: what the graph's code may do is decided by the sandbox
+around the process and by `run.py`, which believes no message.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from typing import Any, Literal
 
 GRAPH_FILE = "graph.py"
 PROMPT_FILE = "prompt.py"
-TEMPLATE_PROMPT_FILE = "op_prompt.py"
 
 MAX_TEXT = 2000  # characters of an exception's text
 FOREIGN_PACKAGES = ("workspace", "scripts", "metagpt")
@@ -48,7 +45,6 @@ _MODULES = {
 }
 _ENDINGS = (
     (re.compile(r"\.template\.operator$"), "operator"),
-    (re.compile(r"\.template\.op_prompt$"), "template prompt"),
     (re.compile(r"\.round_\w+\.prompt$"), "prompt"),
 )
 _HOME = "workflows.round_0"  # the package that relative imports of a graph are relative to
@@ -90,10 +86,8 @@ class LLMConfig:
 
 
 class Usage:
-    """Tokens and money that one model of a graph has cost so far, as the parent counts them.
-
-    `total_cost` is in US dollars, and not a number once a price was unknown.
-    """
+    """Tokens and US dollars that one model of a graph has cost so far, as the parent counts them;
+    the cost is not a number once a price was unknown."""
 
     def __init__(self) -> None:
         self.total_prompt_tokens = self.total_completion_tokens = self.call_count = 0
@@ -110,7 +104,6 @@ class Usage:
         return self.total_cost
 
     def get_summary(self) -> dict[str, Any]:
-        """As AFlow's, without its history of single calls."""
         return {
             "total_input_tokens": self.total_prompt_tokens,
             "total_output_tokens": self.total_completion_tokens,
@@ -183,10 +176,7 @@ class Operator:
 
 
 class Instructions(dict[str, str]):
-    """A workflow's `self.prompts`: instruction by operator instance.
-
-    A name without one gives an empty text: the same code runs with and without instructions.
-    """
+    """A workflow's `self.prompts`: instruction by operator instance, else an empty text."""
 
     def __missing__(self, name: Any) -> str:
         return ""
@@ -219,11 +209,7 @@ _numbers = itertools.count()
 
 
 class Modules:
-    """A graph's modules for one run: the shims, prompt.py and graph.py itself.
-
-    `import_` is `__import__` for the graph: the shims for AFlow's modules, Python's own for the
-    rest. `request` sends a call and waits for its reply.
-    """
+    """A graph's modules for one run: the shims, prompt.py and graph.py itself."""
 
     def __init__(self, setup: dict[str, Any], sources: dict[str, str], send: Any) -> None:
         self._number = next(_numbers)
@@ -248,8 +234,6 @@ class Modules:
             "cost": _module("cost", CostManager=Usage),
             "log": _module("log", logger=_Log()),
         }
-        if TEMPLATE_PROMPT_FILE in sources:
-            self._shims["template prompt"] = self._load(TEMPLATE_PROMPT_FILE)
         prompts = self._load(PROMPT_FILE) if PROMPT_FILE in sources else _module("prompt")
         vars(prompts).update({**setup["instructions"], **vars(prompts), **setup["prompts"]})
         self._shims["prompt"] = prompts
@@ -301,25 +285,19 @@ class Modules:
     def import_(
         self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
     ) -> Any:
+        """`__import__` for the graph: the shims for AFlow's modules, Python's own for the rest."""
         module = absolute(name, level)
         kind = shim_of(module)
         if kind is not None:
-            shim = self._shim(kind, module)
+            shim = self._shims[kind]
             return shim if fromlist else self._nested(module, shim)
         kinds = {item: shim_of(f"{module}.{item}") for item in fromlist or ()}
         if any(kinds.values()):
-            found = {
-                item: self._shim(kind, f"{module}.{item}") for item, kind in kinds.items() if kind
-            }
+            found = {item: self._shims[kind] for item, kind in kinds.items() if kind}
             return _module(module, **found)
         if level or module.partition(".")[0] in FOREIGN_PACKAGES:
             raise ModuleNotFoundError(f"No module named {module!r} for a graph", name=module)
         return builtins.__import__(name, globals, locals, fromlist, 0)
-
-    def _shim(self, kind: str, module: str) -> types.ModuleType:
-        if kind not in self._shims:
-            raise ModuleNotFoundError(f"the graph has no file for {module!r}", name=module)
-        return self._shims[kind]
 
     def _nested(self, module: str, shim: types.ModuleType) -> types.ModuleType:
         """The top-level package of `module`, with the shim where the import looks for it."""

@@ -1,30 +1,29 @@
 """One run of a graph: in the sandbox with a channel to this process, or, if trusted, in it.
 
-In the sandbox the program is `inside.py`, loaded in advance, with the graph's files beside it.
-Each call arrives as a message, is served in a task of its own (so that `asyncio.gather` in there
-is concurrency out here) and answered by its number. Whatever the program does, the run ends within
-its limits, and how it ended is data. A message comes from code that anybody may have written: the
-operator must exist, the arguments must fit its signature and be plain data of bounded size. Wrong
-arguments are answered with an error; a message that our own side can never send ends the run.
-Models, operators and keys are in this process only.
+In the sandbox the program is `inside.py`, with the graph's files beside it. Each call arrives as a
+message, is served in a task of its own (so that `asyncio.gather` in there is concurrency out here)
+and answered by its number. Whatever the program does, the run ends within its limits, and how it
+ended is data. Anybody may have written the code that sends messages: the operator must exist, the
+arguments must fit its signature and be plain data of bounded size. Wrong arguments are answered
+with an error; a message that our own side can never send ends the run. Models, operators and keys
+are in this process only.
 
-The `Meter` stands between operators and models. A call of a model begins if the tokens spent, the
-most that the calls in flight may use and the most that it may use itself stay within the limit;
-else it waits for those in flight, and alone it begins while anything is left: the limit is passed
-by one call at most, which ends the run. The run's budget in money stands in front of every model.
+The `Meter` is between operators and models. A call begins if the tokens spent, the most that calls
+in flight may use and the most that it may use itself are within the limit; else it waits for those
+in flight, and alone it begins while anything is left. So one call at most passes the limit, and
+ends the run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -58,7 +57,7 @@ _KEYS = {
 
 
 class TooManyCalls(Exception):
-    """The graph made more calls, or spent more tokens, than it may."""
+    """The graph passed a limit of `GraphLimits`."""
 
 
 class ForgedMessage(Exception):
@@ -73,28 +72,20 @@ FATAL = (ForgedMessage, TooManyCalls, BudgetReached, SandboxUnavailable)
 class GraphLimits:
     """What one run of a graph may use."""
 
-    seconds: float = 180.0
-    """Wall-clock time, calls of models included."""
-    cpu_seconds: float = 30.0
-    """Processor time of the graph's own code, where it runs in the sandbox."""
-    calls: int = 100
-    """Calls of operators and of the model that the graph may make."""
-    concurrent: int = 32
-    """Of them at the same time; more wait."""
-    argument_chars: int = 500_000
-    """Characters of all the texts in one call's arguments."""
+    seconds: float = 180.0  # wall-clock time, calls of models included
+    cpu_seconds: float = 30.0  # of the graph's own code, where it runs in the sandbox
+    calls: int = 100  # of operators and of the model that the graph may make
+    concurrent: int = 32  # of them at the same time; more wait
+    argument_chars: int = 500_000  # of all the texts in one call's arguments
     memory_mb: int = 256
-    model_calls: int | None = None
-    """Calls of models that operators may make, failed ones included. None: no limit."""
-    tokens: int | None = None
-    """Prompt and completion tokens of all models together. None: no limit."""
-    call_prompt_tokens: int | None = None
-    """Of the prompt of one call: by its length before, as reported after. None: no limit."""
-    call_completion_tokens: int | None = None
-    """Handed to every call as its `max_tokens`. None: the models' own."""
+    # None: no limit.
+    model_calls: int | None = None  # that operators may make, failed ones included
+    tokens: int | None = None  # prompt and completion, of all models together
+    call_prompt_tokens: int | None = None  # of one call: by its length before, as reported after
+    call_completion_tokens: int | None = None  # handed to every call as its `max_tokens`
     retries: int | None = None
     """How often an operator asks again for an answer that it cannot read, where the graph does
-    not say; where it says more, this. None: as the operators and the graph say."""
+    not say; where it says more, this."""
 
 
 @dataclass
@@ -131,7 +122,7 @@ class Meter:
         """Set, and replaced, each time that a call in flight has ended."""
 
     def check(self, passed: str = "") -> None:
-        """Raises `TooManyCalls` once a limit was passed. `passed`: says which one is now."""
+        """Raises `TooManyCalls` once a limit was passed; `passed` names one that is now."""
         self.passed = self.passed or passed
         if self.passed:
             raise TooManyCalls(self.passed)
@@ -179,10 +170,7 @@ class Meter:
     def _check_prompt(self, tokens: int, about: str) -> None:
         most = self.limits.call_prompt_tokens
         if most is not None and tokens > most:
-            self.check(
-                f"a prompt of {about}{tokens} tokens, more than the {most} that one call may have "
-                "(limit call_prompt_tokens)"
-            )
+            self.check(f"a prompt of {about}{tokens} tokens (limit call_prompt_tokens: {most})")
 
 
 def _bytes_of(messages: Sequence[Message]) -> int:
@@ -208,9 +196,8 @@ class _Metered:
 class Broker:
     """Serves the calls of one run.
 
-    `clients`: a model for each role, 'policy' among them; `roles`: by instance, operator or model
-    name which other role is used; `prompts`: of operators, by operator, instance and both;
-    `instructions`: by instance or operator, see `Graph.instructions`.
+    `clients`: by role, 'policy' among them; `roles`: by instance, operator or model name;
+    `prompts`: of operators, by operator, instance and both; `instructions`: see `Graph`.
     """
 
     clients: Mapping[str, ModelClient]
@@ -233,13 +220,8 @@ class Broker:
         self._seen: set[int] = set()
         self._instances: set[str] = set()
 
-    def note_built(self) -> None:
-        """The workflow was constructed."""
-        self.built = True
-
     def check(self, message: Any) -> None:
-        """Raises `ForgedMessage` for a message that is none of ours, `TooManyCalls` for one too
-        many."""
+        """Count a call. Raises `ForgedMessage`, `TooManyCalls`."""
         if not isinstance(message, dict):
             raise ForgedMessage(f"a message that is no object but {type(message).__name__}")
         number = message.get("id")
@@ -257,8 +239,8 @@ class Broker:
             self.meter.check(f"more than {self.limits.calls} calls (limit calls)")
 
     async def serve(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Make a call that `check` has let through: `{"result", "usage"}`, or
-        `{"error": [kind, text], "usage"}`. What is `FATAL` raises."""
+        """Make a checked call: `{"result", "usage"}`, or `{"error": [kind, text], "usage"}`; raises
+        what is `FATAL`."""
         spent = Spent()
         try:
             check_size(message, self.limits.argument_chars)
@@ -339,19 +321,14 @@ def bind(
 
     Some of AFlow's templates give operators a `mode` that ours do without: it is dropped.
     """
-    signature = _signature_of(kind.__call__)
-    takes_any = any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values())
+    signature = inspect.signature(kind.__call__)
+    own = list(signature.parameters.values())[1:]
+    signature = signature.replace(parameters=own)
+    takes_any = any(item.kind is item.VAR_KEYWORD for item in own)
     named = dict(kwargs)
     if "mode" not in signature.parameters and not takes_any:
         named.pop("mode", None)
     return signature.bind(*args, **named)
-
-
-@functools.lru_cache(maxsize=256)
-def _signature_of(call: Callable[..., Any]) -> inspect.Signature:
-    """Of an operator's call, without self."""
-    signature = inspect.signature(call)
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def _name(value: Any) -> str:
@@ -361,8 +338,8 @@ def _name(value: Any) -> str:
 
 
 def check_size(value: Any, most: int) -> None:
-    """Raises `ForgedMessage` for data that is nested too deeply, `ValueError` for more than `most`
-    characters in all its texts or a number that is not finite."""
+    """`ForgedMessage`: nested too deeply. `ValueError`: more than `most` characters in all its
+    texts, or a number that is not finite."""
     total, pending = 0, [(value, 0)]
     while pending:
         item, depth = pending.pop()
@@ -397,31 +374,27 @@ class GraphRun:
     """One run: its answer, or why there is none."""
 
     ending: GraphEnding
-    answer: Any = None
-    """What the workflow returned, without its cost; plain data."""
+    answer: Any = None  # what the workflow returned, without its cost; plain data
     reason: str = ""
     """Of an ending without an answer; names file and line where the graph's code raised."""
-    calls: int = 0
-    """Calls of operators and of the model that the graph made."""
-    answered: int = 0
-    """Of them, those that gave a result before the run ended."""
+    calls: int = 0  # of operators and of the model that the graph made
+    answered: int = 0  # of them, those that gave a result before the run ended
     model_calls: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cost: float | None = 0.0
-    """US dollars; None if the price of a call is not known."""
+    cost: float | None = 0.0  # US dollars; None if the price of a call is not known
     failures: Mapping[str, int] = field(default_factory=dict)
     """Failed calls by kind. The graph may have coped with them."""
     level: str = ""
     """The sandbox backend that the graph ran in, or 'trusted'; empty where it was not run."""
     seconds: float = 0.0
     built: bool = False
-    """Whether the workflow's constructor came to its end, by the word of the graph's side: code
-    that works against the channel may lie about it, but no score or limit depends on it."""
+    """Whether the workflow's constructor came to its end, by the word of the graph's side: no score
+    or limit depends on it."""
 
     @property
     def ok(self) -> bool:
-        """Whether there is an answer. Not whether it is right."""
+        """Whether there is an answer, right or wrong."""
         return self.ending is GraphEnding.ANSWERED
 
     @property
@@ -430,17 +403,13 @@ class GraphRun:
         return "" if self.answer is None else str(self.answer)
 
     def with_text(self) -> GraphRun:
-        """The same run; one without an answer where that is an operator's whole result or a list.
-
-        Benchmarks score texts, and AFlow fails on anything else: its text as Python would print
-        it must not be scored as if it were an answer.
-        """
+        """The same run; one without an answer where that is an operator's whole result or a list:
+        benchmarks score texts, and what Python prints for an object is no answer."""
         if not isinstance(self.answer, (dict, list)):
             return self
         reason = (
-            f"TypeError: the workflow returned a {type(self.answer).__name__}, "
-            f"{self.answer!r:.120}, not the text of its answer; write for example: "
-            'return solution["response"], cost'
+            f"TypeError: the workflow returned a {type(self.answer).__name__}, not the text of its "
+            f'answer: {self.answer!r:.120}; write for example: return solution["response"], cost'
         )
         return replace(self, ending=GraphEnding.RAISED, answer=None, reason=reason)
 
@@ -454,11 +423,7 @@ async def run_graph(
 ) -> GraphRun:
     """Run a graph once. `BudgetReached`: the run's budget is used up.
 
-    Args:
-        label: how messages name the graph.
-        sources: its files by name.
-        setup: as `inside.run` takes it.
-        policy: of the sandbox; None: the graph is trusted and runs in this process.
+    `setup` is what `inside.run` takes; without a `policy` of the sandbox the graph is trusted.
     """
     started = time.monotonic()
     try:
@@ -509,7 +474,7 @@ async def _trusted(
             ended.append(error)
             raise
 
-    end = await inside.run(setup, dict(sources), send, broker.note_built)
+    end = await inside.run(setup, dict(sources), send, lambda: setattr(broker, "built", True))
     if ended:  # the graph may have caught it
         raise ended[0]
     return end
@@ -588,7 +553,7 @@ async def _converse(channel: Channel, broker: Broker) -> dict[str, Any] | None:
             if isinstance(message, dict) and "end" in message:
                 return _checked_end(message)
             if message == {"built": True} and not broker.built:
-                broker.note_built()
+                broker.built = True
             else:
                 broker.check(message)
                 task = asyncio.create_task(serve(message))

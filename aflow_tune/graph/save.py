@@ -1,23 +1,21 @@
 """A graph written back as a `round_N` folder that AFlow runs: graph.py, prompt.py, __init__.py.
 
-The code keeps its text, but for import lines (written anew), prompts (written into prompt.py),
-instructions (constants that the code hands over, as AFlow does not know them), and calls that
-AFlow's template of the data set does not take: an argument that AFlow demands gets the value that
-it has here, one that AFlow does not know is left out, which is noted. What would fail in AFlow
-wherever it is reached is a fault with its line; what may fail is a note. Prompts of operators,
-which AFlow reads from its template alone, are kept in prompts.json beside it, which only we read.
-Nothing is imported or run.
+The code keeps its text, but for imports, prompts (written into prompt.py), instructions (constants
+that the code hands over, as AFlow does not know them) and calls that AFlow's template of the data
+set does not take: an argument that AFlow demands gets the value that it has here, one that AFlow
+does not know is left out and noted. What AFlow lacks is a fault with its line; what may not fit is
+a note. Prompts of operators, which AFlow reads from its template alone, go to prompts.json, which
+only we read. Nothing is imported or run.
 """
 
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
 import json
 import keyword
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,11 +36,6 @@ from scripts.evaluator import DatasetType
 _USUAL = {"operator": "operator", "prompt": "prompt_custom"}
 """What the header calls these modules."""
 _COST = '{}.get_usage_summary()["total_cost"]'
-_METAGPT = {"aask": "await {}(prompt)", "cost_manager": _COST} | dict.fromkeys(
-    ("call_count", "get_total_cost", "total_completion_tokens", "total_prompt_tokens"),
-    "{}.get_usage_summary()",
-)
-"""What MetaGPT's model has and AFlow's has not, with what AFlow's has instead."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +60,8 @@ def save_round(
     """Write a graph as a round of AFlow.
 
     Args:
-        folder: to be made; AFlow finds it at `workspace/DATASET/workflows/round_N`.
-        dataset: None for the one of that path, or else the graph's own.
-        round_number: None for the one of the folder's name, or else the graph's own.
+        folder: AFlow finds it at `workspace/DATASET/workflows/round_N`.
+        dataset: None for the one of that path, or else the graph's own; so is `round_number`.
 
     Raises:
         BadInput: the folder holds a graph already, data set or round cannot be told, or AFlow's
@@ -85,26 +77,21 @@ def save_round(
     round_number = graph.round if round_number is None else round_number
     faults = []
     if (folder / inside.GRAPH_FILE).exists():
-        found = f"{folder / inside.GRAPH_FILE} exists"
-        faults.append(Fault(str(folder), "a folder without a graph", found, "name another round"))
+        faults.append(("a folder without a graph", "one that exists", "name another round"))
     if not re.fullmatch(r"[A-Za-z_]\w*", dataset):
         fix = "write to .../DATASET/workflows/round_N, or name the data set"
-        faults.append(Fault(str(folder), "the name of a data set", repr(dataset), fix))
+        faults.append(("the name of a data set", repr(dataset), fix))
     if round_number is None:
-        fix = "name the folder round_N, or give the round"
-        faults.append(Fault(str(folder), "the number of the round", "none", fix))
+        faults.append(("the number of the round", "none", "name the folder round_N"))
     if faults:
-        raise BadInput("The graph cannot be written there.", faults)
+        told = [Fault(str(folder), *fault) for fault in faults]
+        raise BadInput("The graph cannot be written there.", told)
 
-    template = template_of(dataset, workflows)
-    fitted = _Fitted(graph, template)
+    fitted = _Fitted(graph, AFLOW_NAMES.get(dataset.casefold(), ""))
     if fitted.faults:
         raise BadInput(f"AFlow would fail on this round of {dataset}.", fitted.faults)
-    if template is None:
-        fitted.notes.append(
-            f"{dataset} has no template of AFlow's that is known here or lies at "
-            f"{folder.parent / 'template'}: its calls were not checked"
-        )
+    if not fitted.offered:
+        fitted.notes.append(f"AFlow's template of {dataset} is not known: calls were not checked")
     edits = [*fitted.edits, *_outermost(fitted.tree, fitted.changed)]
     body = re.sub(r"\n{4,}", "\n\n\n", edited(fitted.source, edits)).strip("\n")
     header = _HEADER.format(dataset=dataset, round=round_number)
@@ -151,10 +138,8 @@ def _prompt_source(source: str, constants: Mapping[str, str]) -> str:
             name = getattr(node.targets[0], "id", "")
             if name in left:
                 edits.append((node.value, literal(left.pop(name))))
-    text = edited(source, edits)
-    if left and text and not text.endswith("\n"):
-        text += "\n"
-    return text + "".join(f"\n{name} = {literal(value)}\n" for name, value in left.items())
+    added = "".join(f"\n{name} = {literal(value)}\n" for name, value in left.items())
+    return edited(source, edits) + added
 
 
 def literal(text: str) -> str:
@@ -167,17 +152,16 @@ def literal(text: str) -> str:
     return f'"""{escaped}"""'
 
 
-# AFlow's templates: each data set has operators of its own, and they differ: the ensemble of DROP
-# takes no problem, that of MATH needs one. Where a round is written into a workspace that has the
-# template, that file is read; else what AFlow's six data sets offer is known here.
+# Each data set of AFlow has operators of its own, and they differ: the ensemble of DROP takes no
+# problem, that of MATH needs one. These are the calls that its six templates take.
 
-_CALLS = {
-    "Custom": "input, instruction",
-    "AnswerGenerate": "input, mode=None",
-    "CustomCodeGenerate": "problem, entry_point, instruction",
-    "Programmer": "problem, analysis='None'",
-    "ScEnsemble": "solutions, problem",
-    "Test": "problem, solution, entry_point, test_loop=3",
+_CALLS: dict[str, Callable[..., None]] = {
+    "Custom": lambda input, instruction: None,
+    "AnswerGenerate": lambda input, mode=None: None,
+    "CustomCodeGenerate": lambda problem, entry_point, instruction: None,
+    "Programmer": lambda problem, analysis="None": None,
+    "ScEnsemble": lambda solutions, problem: None,
+    "Test": lambda problem, solution, entry_point, test_loop=3: None,
 }
 _MATH = ("Custom", "Programmer", "ScEnsemble")
 _CODE = ("Custom", "CustomCodeGenerate", "ScEnsemble", "Test")
@@ -187,123 +171,42 @@ _OFFERED = {
 }  # fmt: skip
 AFLOW_NAMES = {name.casefold(): name for name in _OFFERED}
 """AFlow's spelling of its data sets, by the name in lower case: paths and imports depend on it."""
-
-
-@dataclass(frozen=True)
-class Template:
-    """What a template offers."""
-
-    where: str
-    """For messages."""
-    operators: Mapping[str, tuple[inspect.Signature, inspect.Signature]]
-    """How each is built and called, without `self`."""
-    entry_point: bool | None
-    """Whether AFlow hands a workflow of this data set an entry point; None: not known."""
-
-
-def template_of(dataset: str, workflows: Path) -> Template | None:
-    """The template that a round of this data set runs with; None where it cannot be known.
-
-    Args:
-        workflows: the folder that the round's folder lies in.
-    """
-    file = workflows / "template" / "operator.py"
-    name = AFLOW_NAMES.get(dataset.casefold(), "")
-    known = _OFFERED.get(name)
-    entry_point = None if known is None else known is _CODE
-    try:
-        tree = parse(file.read_text(encoding="utf-8-sig"), str(file))[0]
-    except (OSError, UnicodeDecodeError):
-        tree = None
-    if tree is not None and (found := _operators(tree)):
-        return Template(str(file), found, entry_point)
-    if known is None:
-        return None
-    calls = {**_CALLS, "ScEnsemble": "solutions" if known is _QA else _CALLS["ScEnsemble"]}
-    classes = "".join(
-        f"class {operator}:\n    def __call__(self, {calls[operator]}): ...\n" for operator in known
-    )
-    return Template(f"AFlow's template of {name}", _operators(ast.parse(classes)), entry_point)
-
-
-def _operators(tree: ast.Module) -> dict[str, tuple[inspect.Signature, inspect.Signature]]:
-    """The operators of a template's file: its classes that can be called."""
-    found = {}
-    usual = inspect.signature(lambda llm, name=None: None)
-    for node in tree.body:
-        body = node.body if isinstance(node, ast.ClassDef) else []
-        members = {item.name: _signature(item.args) for item in body if isinstance(item, Function)}
-        if isinstance(node, ast.ClassDef) and "__call__" in members:
-            found[node.name] = (members.get("__init__", usual), members["__call__"])
-    return found
-
-
-def _signature(arguments: ast.arguments) -> inspect.Signature:
-    """The signature of a method, without self. A default is only known to be there."""
-    bare = copy.deepcopy(arguments)
-    for item in ast.walk(bare):
-        if isinstance(item, ast.arg):
-            item.annotation = None
-    bare.defaults = [ast.Constant(None) for _ in bare.defaults]
-    bare.kw_defaults = [default and ast.Constant(None) for default in bare.kw_defaults]
-    # Names alone are left of it: nothing of the file is evaluated.
-    expression = ast.fix_missing_locations(ast.Expression(ast.Lambda(bare, ast.Constant(None))))
-    signature = inspect.signature(eval(compile(expression, "template", "eval"), {}))
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
+_BUILT = inspect.signature(lambda llm, name=None: None)
 
 
 class _Fitted:
     """The tree of graph.py, made to hand over its instructions and to fit a template.
 
-    Attributes:
-        constants: instructions, for prompt.py.
-        prompts: for prompts.json: whole prompts of instances whose call has no argument for an
-            instruction, which we read and AFlow does not.
-        lost: instances whose calls could not be told, so that their instruction may not reach them.
-        changed: ids of nodes of the tree that were changed.
-        edits: other texts for nodes that are no expressions.
-        future: its imports from `__future__`, which go before the header.
+    `constants` are instructions, for prompt.py; `prompts`, for prompts.json, are whole prompts of
+    instances whose call has no argument for an instruction; `lost` are instances whose instruction
+    may not reach them. `changed` are ids of expressions, `edits` other texts for other nodes.
     """
 
-    def __init__(self, graph: Graph, template: Template | None) -> None:
-        self.graph, self.template = graph, template
+    def __init__(self, graph: Graph, dataset: str) -> None:
+        self.graph, self.kind = graph, _OFFERED.get(dataset, ())
+        self.offered = {name: inspect.signature(_CALLS[name]) for name in self.kind}
+        if self.kind is _QA:
+            self.offered["ScEnsemble"] = inspect.signature(lambda solutions: None)
         self.source = graph.sources[inside.GRAPH_FILE]
         self.tree = _tree(self.source, inside.GRAPH_FILE)
         self.changed: set[int] = set()
         self.edits: list[Edit] = []
         self.faults: list[Fault] = []
         self.notes: list[str] = []
-        self.future = ""
+        self.future = ""  # imports from `__future__`, which go before the header
+        classes = [item.name for item in self.tree.body if isinstance(item, ast.ClassDef)]
+        self.own = {graph.shape.classes.get(name) for name in classes}
         self._instruct()
-        classes = [node for node in self.tree.body if isinstance(node, ast.ClassDef)]
-        self.own = {n.name for n in classes if any(isinstance(m, Function) for m in n.body)}
-        """Classes of the graph's with methods of their own: what they take is theirs to say."""
-        flow, shape = graph.flow, graph.shape
-        if not flow.complete:
+        if not graph.flow.complete:
             self._note(0, "it is too large to be followed: its calls were not all checked")
         for node in ast.walk(self.tree):
             if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Load):
-                self._offered(node.lineno, shape.operator_class(node))
-            if isinstance(node, ast.Attribute) and node.attr in _METAGPT:
-                owner = ast.unparse(node.value).removesuffix(".usage_tracker")
-                if owner in flow.models:
-                    fix = f"write `{_METAGPT[node.attr].format(owner)}`"
-                    self._fault(node.lineno, "what AFlow's model has", ast.unparse(node), fix)
+                self._offered(node.lineno, graph.shape.operator_class(node))
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 self._imported(node)
             if isinstance(node, ast.Call):
                 self._call(node)
         self._workflow()
-        refused = {fault.found for fault in self.faults}
-        for (line, *_), handles in flow.calls.items():  # those that no name tells, as by `getattr`
-            for _, operator in handles:
-                if operator and f"operator.{operator}" not in refused:
-                    self._offered(line, operator)
-        for (instance, operator), line in sorted(flow.handed_on.items()):
-            if template is not None and operator in template.operators:
-                what = f"{instance} ({operator}) is handed to a function that is not followed"
-                shown = f"{operator}{template.operators[operator][1]}"
-                self._note(line, f"{what}; see that it is called as {shown}")
 
     def _fault(self, line: int, expected: str, found: str, fix: str) -> None:
         fault = Fault(f"{self.graph.label}/{inside.GRAPH_FILE}:{line}", expected, found, fix)
@@ -376,9 +279,8 @@ class _Fitted:
                 self.prompts[name] = {main: whole}
 
     def _fill(self, init: Function, places: Mapping[str, str]) -> None:
-        """`self.prompts` in front of the constructor's first statement. The texts that were told go
-        over those that the constructor itself puts there, and the others, which nobody gave, below
-        them."""
+        """`self.prompts` in front of the constructor's first statement. Of what the constructor
+        puts there itself, told texts win; names that were not told keep its own."""
         first, *rest = init.body
         is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
         first = rest[0] if rest and is_docstring else first
@@ -398,9 +300,8 @@ class _Fitted:
     # What AFlow's template and its model take
 
     def _offered(self, line: int, name: str | None) -> None:
-        template = self.template
-        if template and name not in (*template.operators, None, "Operator", "*"):
-            expected = f"an operator of {template.where}: {', '.join(template.operators)}"
+        if self.offered and name not in (*self.offered, None, "Operator", "*"):
+            expected = f"an operator of AFlow's template: {', '.join(self.offered)}"
             fix = "use one of them, or add it to that template"
             self._fault(line, expected, f"operator.{name}", fix)
 
@@ -433,55 +334,20 @@ class _Fitted:
         self.edits.append((node, "; ".join(statements)))
 
     def _call(self, node: ast.Call) -> None:
-        flow, classes = self.graph.flow, self.graph.shape.classes
-        offered = self.template.operators if self.template is not None else {}
+        """Change a call so that each operator that it may build or reach takes it; else say which
+        does not. Classes of the graph's own say themselves what they take."""
         built = self.graph.shape.operator_class(node.func)
-        if built is not None:
-            if built in offered and ast.unparse(node.func) not in self.own:
-                self._adapt(node, [(built, offered[built][0], inspect.Signature())], certain=True)
-            return
-        handles = flow.calls.get(place_of(node), frozenset())
-        operators = sorted({operator for _, operator in handles if operator})
-        if operators and {*operators} <= {"Custom", "CustomCodeGenerate"}:
-            self._texts(node, operators)
+        handles = self.graph.flow.calls.get(place_of(node), frozenset())
+        # Name, AFlow's signature, ours.
         wanted = [
-            (name, offered[name][1], self._ours(name)) for name in operators if name in offered
+            (name, self.offered[name], self._ours(name))
+            for name in sorted({operator for _, operator in handles} - self.own)
+            if name in self.offered
         ]
-        derived = {kind for name, kind in classes.items() if name in self.own}
-        certain = not derived & {*operators} and not handles & {*flow.handed_on}
-        self._adapt(node, wanted, certain=certain)
-
-    def _texts(self, node: ast.Call, operators: Sequence[str]) -> None:
-        """Two of AFlow's operators put instruction and input together with `+`, so both must be
-        texts."""
-        names = list(self._ours(operators[0]).parameters)[1:]
-        given = [*zip(names, node.args), *((word.arg, word.value) for word in node.keywords)]  # noqa: B905
-        for name, value in given:
-            if name == "instruction" and isinstance(value, ast.Constant) and value.value is None:
-                value.value = ""  # as it is here
-                self.changed.add(id(node))
-            elif self.graph.flow.whole.get(place_of(value)) or _is_no_text(value):
-                fix = "give it a text, such as one of the result's values or str(...)"
-                whose = " and ".join(operators)
-                expected = f"a text for {whose}: AFlow adds instruction and input up"
-                found = f"`{ast.unparse(value):.60}` as {name}"
-                self._fault(value.lineno, expected, found, fix)
-
-    def _adapt(
-        self,
-        node: ast.Call,
-        wanted: Sequence[tuple[str, inspect.Signature, inspect.Signature]],
-        *,
-        certain: bool,
-    ) -> None:
-        """Change a call so that each operator that it may reach takes it; else say which not.
-
-        Args:
-            wanted: name, AFlow's signature and ours.
-            certain: whether it reaches one of these, with no other arguments.
-        """
+        if built is not None and built in self.offered and built not in self.own:
+            wanted = [(built, _BUILT, inspect.Signature())]
         wrong = [(name, theirs) for name, theirs, _ in wanted if _misfit(node, theirs)]
-        if not wrong or self.template is None:
+        if not wrong:
             return
         changed = ast.Call(node.func, list(node.args), list(node.keywords))
         left_out: list[str] = []
@@ -498,17 +364,15 @@ class _Fitted:
         if not any(_misfit(changed, theirs) for _, theirs, _ in wanted):
             node.args, node.keywords = changed.args, changed.keywords
             self.changed.add(id(node))
-            for text in dict.fromkeys(left_out):
+            for text in left_out:
                 self._note(node.lineno, text)
             return
-        certain = certain and len(wrong) == len(wanted) and not _open(node)
         for name, theirs in wrong:
-            found = f"`{ast.unparse(node):.80}`: {_misfit(node, theirs)}"
-            if certain:
-                expected = f"{name}{theirs}, as {self.template.where} has it"
-                self._fault(node.lineno, expected, found, "give it these arguments")
+            expected, found = f"{name}{theirs}, as in AFlow", f"`{ast.unparse(node):.80}`"
+            if len(wrong) == len(wanted) and not _open(node):
+                self._fault(node.lineno, expected, found, _misfit(node, theirs))
             else:
-                self._note(node.lineno, f"AFlow has {name}{theirs}; this may not fit: {found}")
+                self._note(node.lineno, f"{found} may not fit {expected}")
 
     def _workflow(self) -> None:
         """What AFlow hands the workflow, and what it takes back: an answer and its cost."""
@@ -518,51 +382,29 @@ class _Fitted:
         mine = [n for n in ast.walk(self.tree) if isinstance(n, Function) and n.lineno == line]
         if not mine:
             return
-        method, arguments = mine[0], mine[0].args
-        found = f"__call__({ast.unparse(arguments)})"
-        entry_point = self.template.entry_point if self.template is not None else None
-        if entry_point is False and shape.needs_entry_point:
+        arguments = mine[0].args
+        if self.offered and self.kind is not _CODE and shape.needs_entry_point:
             expected = "a workflow that takes the problem alone: this data set has no entry point"
-            self._fault(line, expected, found, "write async def __call__(self, problem)")
-        if entry_point and len(shape.parameters) < 2 and not arguments.vararg:
+            fix = "write async def __call__(self, problem)"
+            self._fault(line, expected, f"__call__({ast.unparse(arguments)})", fix)
+        if self.kind is _CODE and len(shape.parameters) < 2 and not arguments.vararg:
             last = [*arguments.posonlyargs, *arguments.args][-1]
-            names = {item.arg for item in ast.walk(method) if isinstance(item, ast.arg)}
-            if arguments.defaults or "entry_point" in names:
-                fix = "write async def __call__(self, problem, entry_point)"
-                expected = "a workflow that takes the problem and the entry point"
-                self._fault(line, expected, found, fix)
-            else:
-                self.edits.append((last, f"{ast.unparse(last)}, entry_point"))
-        pending: list[ast.AST] = list(method.body)
-        while pending:  # without what functions inside of it return
-            node = pending.pop(0)
-            if isinstance(node, ast.Return):
-                self._returned(node)
-            if not isinstance(node, (Function, ast.Lambda, ast.ClassDef)):
-                pending[:0] = ast.iter_child_nodes(node)
-
-    def _returned(self, node: ast.Return) -> None:
-        value = answer = node.value
-        with_cost = isinstance(value, ast.Tuple) and len(value.elts) == 2
-        if isinstance(value, ast.Tuple) and with_cost:
-            answer = value.elts[0]
-        if value is None or answer is None or isinstance(answer, ast.Tuple):
-            return  # it fails here as well
-        shown = ast.unparse(node)[:80]
-        whole = self.graph.flow.whole.get(place_of(answer), False)
-        if whole or (_is_no_text(answer) and not isinstance(answer, ast.Constant)):
-            fix = "return one text, such as one of the result's values"
-            self._fault(node.lineno, "the text of the answer", shown, fix)
-        if with_cost:
-            return
-        if isinstance(value, (ast.Name, ast.Call, ast.Await, ast.Attribute, ast.IfExp)):
-            what = f"`{shown}` must give two values, the answer and its cost"
-            self._note(node.lineno, f"AFlow takes an answer and a cost; {what}")
-            return
+            self.edits.append((last, f"{ast.unparse(last)}, entry_point=None"))
         models = sorted(name for name in self.graph.flow.models if name.startswith("self."))
         cost = _COST.format(models[0]) if models else "0"
-        node.value = ast.Tuple([value, ast.parse(cost, mode="eval").body], ast.Load())
-        self.changed.add(id(node))
+        pending: list[ast.AST] = list(mine[0].body)
+        while pending:  # without what functions inside of it return
+            node = pending.pop(0)
+            value = node.value if isinstance(node, ast.Return) else None
+            if isinstance(value, (ast.Name, ast.Call, ast.Await, ast.Attribute, ast.IfExp)):
+                what = f"`{ast.unparse(node):.80}` must give AFlow two values, answer and cost"
+                self._note(value.lineno, what)
+            elif value is not None and not isinstance(value, ast.Tuple):
+                both = [value, ast.parse(cost, mode="eval").body]
+                node.value = ast.Tuple(both, ast.Load())  # type: ignore[attr-defined]
+                self.changed.add(id(node))
+            if not isinstance(node, (Function, ast.Lambda, ast.ClassDef)):
+                pending[:0] = ast.iter_child_nodes(node)
 
 
 def _is_prompts(target: ast.expr) -> bool:
@@ -589,14 +431,12 @@ def _misfit(node: ast.Call, signature: inspect.Signature) -> str:
 def _drop(node: ast.Call, theirs: inspect.Signature, ours: inspect.Signature) -> list[str]:
     """Take out what AFlow's operator does not take and what does nothing by being evaluated."""
     names, there = list(ours.parameters)[1:], theirs.parameters
-    doing = (ast.Call, ast.Await, ast.NamedExpr, ast.Yield, ast.YieldFrom)
+    doing = (ast.Call, ast.Await, ast.NamedExpr)
 
     def still(value: ast.expr) -> bool:
         return not any(isinstance(item, doing) for item in ast.walk(value))
 
     dropped: list[str] = []
-    if any(item.kind is item.VAR_KEYWORD for item in there.values()):
-        return dropped
     while len(there) < len(node.args) <= len(names) and still(node.args[-1]):
         dropped.append(names[len(node.args) - 1])
         node.args.pop()
@@ -605,11 +445,3 @@ def _drop(node: ast.Call, theirs: inspect.Signature, ours: inspect.Signature) ->
             node.keywords.remove(word)
             dropped.append(str(word.arg))
     return dropped
-
-
-def _is_no_text(node: ast.expr) -> bool:
-    """Whether an expression is surely something else than a text."""
-    if isinstance(node, ast.Constant):
-        return not isinstance(node.value, str)
-    kinds = (ast.Dict, ast.List, ast.Set, ast.Tuple, ast.DictComp, ast.ListComp, ast.SetComp)
-    return isinstance(node, kinds)

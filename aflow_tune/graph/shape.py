@@ -1,8 +1,7 @@
 """What a graph's source says about itself: its workflow, operators, prompts and faults.
 
-A fault here is definite: it would keep the graph from running. What may or may not be reached (an
-attribute that a branch reads) is left to the run, which names its line. The source may come from
-anywhere, so it is parsed, never compiled or imported.
+A fault is definite: it would keep the graph from running. What may or may not be reached is left to
+the run, which names its line. The source is parsed, never compiled or imported.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ MAX_SOURCE_CHARS = 256 * 1024
 _INIT_ARGUMENTS = {"name", "llm_config", "dataset"}
 _INIT = "__init__(self, name, llm_config, dataset)"
 _CALL = "async def __call__(self, problem), or (self, problem, entry_point) for code"
-_IMPORTS = (
-    "a graph may import its prompts, its operators, create_llm_instance, DatasetType, CostManager "
-    "and Python's modules"
-)
+_IMPORTS = "the graph's prompts and operators, AFlow's names, or a module that is installed"
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Edit = tuple[ast.AST, str]  # A node of a source, and the text that takes its place
@@ -37,8 +33,7 @@ Edit = tuple[ast.AST, str]  # A node of a source, and the text that takes its pl
 class BuiltOperator:
     """One place in graph.py where an operator is built, as `operator.Custom(self.llm)`."""
 
-    instance: str
-    """The attribute or variable that it is assigned to, else the class's name and a number."""
+    instance: str  # what it is assigned to, else the class's name and a number
     operator: str
     line: int
     column: int
@@ -50,18 +45,14 @@ class Shape:
     def __init__(self, files: Mapping[str, str], operators: Collection[str], label: str) -> None:
         self.files, self.known, self.label = files, operators, label
         self.operators: tuple[BuiltOperator, ...] = ()
-        self.parameters: tuple[str, ...] = ()
-        """Of `__call__`, without self: the problem, and for code the entry point."""
+        self.parameters: tuple[str, ...] = ()  # of `__call__`, without self
         self.needs_entry_point = False
-        self.constants: dict[str, str] = {}
-        """Texts that prompt.py assigns at its top level."""
-        self.tree: ast.Module | None = None
-        """Without what `if __name__ == "__main__":` holds."""
+        self.constants: dict[str, str] = {}  # texts that prompt.py assigns at its top level
+        self.tree: ast.Module | None = None  # without what `if __name__ == "__main__":` holds
         self.certain: set[ast.AST] = set()
         """Nodes of the tree that every run reaches: only there a missing prompt is a fault."""
         self.workflow: ast.ClassDef | None = None
-        self.classes: dict[str, str] = {}
-        """Names under which operators' classes are known in graph.py, to the operator's name."""
+        self.classes: dict[str, str] = {}  # names of operators' classes in graph.py, to operators
         self.modules = {"operator": "operator", "prompt_custom": "prompt"}
         """Names of imported modules of AFlow, to what stands in for them (`inside.shim_of`)."""
         self.faults: list[Fault] = []
@@ -105,7 +96,7 @@ class Shape:
         self.operators = tuple(self.built())
 
     def imported(self, node: ast.Import | ast.ImportFrom, must: bool) -> None:
-        """Note the names that an import binds. `must`: whether it may not fail."""
+        """Note the names that an import binds. `must`: outside of `try`."""
         module = inside.absolute(getattr(node, "module", None) or "", getattr(node, "level", 0))
         kind = inside.shim_of(module) if isinstance(node, ast.ImportFrom) else None
         offered = inside.NAMES_OF.get(kind or "")
@@ -131,25 +122,18 @@ class Shape:
                 source, shim = f"{module}.{name}", inner
                 self.modules[bound] = inner
             top = source.partition(".")[0]
-            if shim == "template prompt" and inside.TEMPLATE_PROMPT_FILE not in self.files:
-                fix = "put the template folder of this data set beside the graph's folder"
-                self.fault(node, "template/op_prompt.py", "no such file", fix)
-            elif shim is not None or not must:
+            foreign = top in inside.FOREIGN_PACKAGES or source.startswith("workflows.")
+            if shim is not None or not must:
                 continue
-            elif top in inside.FOREIGN_PACKAGES or source.startswith("workflows."):
-                self.fault(node, "an import that a graph has", f"import of {source}", _IMPORTS)
-            elif top not in sys.stdlib_module_names and not _is_installed(top):
-                fix = f"install {top}, or do without it"
-                self.fault(node, "a module that is installed", f"import of {source}", fix)
+            if foreign or (top not in sys.stdlib_module_names and not _is_installed(top)):
+                self.fault(node, _IMPORTS, f"import of {source}", "install it, or do without it")
 
     def is_operator(self, node: ast.stmt | ast.expr, name: str) -> bool:
         """Whether there is an operator of this name; a fault if not."""
         if name in (*self.known, "Operator"):
             return True
-        near = difflib.get_close_matches(name, self.known, 1)
-        fix = (f"did you mean {near[0]}? " if near else "") + "or add that operator"
         expected = f"one of the operators: {', '.join(sorted(self.known))}"
-        self.fault(node, expected, f"operator.{name}", fix)
+        self.fault(node, expected, f"operator.{name}", nearest(name, self.known, "add it"))
         return False
 
     def attributes(self, prompts: Collection[str] | None) -> None:
@@ -164,9 +148,7 @@ class Shape:
                     continue
                 is_prompt = self.modules.get(owner) == "prompt" and node in self.certain
                 if prompts is not None and is_prompt and node.attr not in prompts:
-                    near = difflib.get_close_matches(node.attr, prompts, 1)
-                    fix = f"did you mean {near[0]}? " if near else ""
-                    fix += "add it to prompt.py or prompts.json"
+                    fix = nearest(node.attr, prompts, "add it to prompt.py or prompts.json")
                     self.fault(node, "a prompt of this graph", f"{owner}.{node.attr}", fix)
             elif isinstance(node, ast.Call) and not node.args:
                 name = self.operator_class(node.func)
@@ -237,6 +219,12 @@ class Shape:
             yield BuiltOperator(name, operator, call.lineno, call.col_offset)
 
 
+def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """What to write instead of an unknown name."""
+    near = difflib.get_close_matches(name, [*known], 1)
+    return f"did you mean {near[0]}?" if near else otherwise
+
+
 def parse(source: str, label: str) -> tuple[ast.Module | None, list[Fault]]:
     """The syntax tree of a file, or why there is none. `label` is how messages name the file."""
     if len(source) > MAX_SOURCE_CHARS:
@@ -256,13 +244,9 @@ def parse(source: str, label: str) -> tuple[ast.Module | None, list[Fault]]:
     return None, [Fault(label, "Python source", found, "correct the file")]
 
 
-def edited(source: str, edits: Iterable[Edit], *, keep_lines: bool = False) -> str:
-    """The source with other texts in the places of nodes.
-
-    Args:
-        edits: a statement without a text that shares its line with others becomes `pass`.
-        keep_lines: whether empty lines take the place of lines that go.
-    """
+def edited(source: str, edits: Iterable[Edit]) -> str:
+    """The source with other texts in the places of nodes; a statement without a text that shares
+    its line with others becomes `pass`."""
     # Columns of the parser count bytes, and only these ends of lines are ends for it.
     lines = source.encode().splitlines(keepends=True)
     places = [(n.lineno, n.col_offset, n.end_lineno, n.end_col_offset, t) for n, t in edits]  # type: ignore[attr-defined]
@@ -270,8 +254,7 @@ def edited(source: str, edits: Iterable[Edit], *, keep_lines: bool = False) -> s
         before, after = lines[line - 1][:column], lines[end_line - 1][end_column:]
         if not text and (before or after.partition(b"#")[0].strip()):
             text = "pass"
-        gone = [b"\n"] * (end_line - line) if keep_lines else []
-        lines[line - 1 : end_line] = [before + text.encode() + after, *gone]
+        lines[line - 1 : end_line] = [before + text.encode() + after]
     return b"".join(lines).decode()
 
 
@@ -380,22 +363,15 @@ def _name_calls(
             names.setdefault(id(node), name if len(found) == 1 else f"{name}_{number}")
 
 
-# Going through a syntax tree, without what says nothing about a graph: `ast.walk` also visits the
-# contexts of names and the signs of operators, which are half of a tree.
-
-_PASSED_OVER = frozenset({"ctx", "op", "ops", "type_ignores", "type_comment", "kind"})
+# Without the contexts of names and the signs of operators, which are half of a tree.
+_PASSED_OVER = (
+    ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.type_ignore
+)  # fmt: skip
 
 
 def children(node: ast.AST) -> list[ast.AST]:
     """The nodes directly below one, in the order of the source."""
-    found: list[ast.AST] = []
-    for name in node._fields:
-        value = None if name in _PASSED_OVER else getattr(node, name, None)
-        if isinstance(value, ast.AST):
-            found.append(value)
-        elif type(value) is list:
-            found += [item for item in value if isinstance(item, ast.AST)]
-    return found
+    return [item for item in ast.iter_child_nodes(node) if not isinstance(item, _PASSED_OVER)]
 
 
 def walk(tree: ast.AST) -> list[ast.AST]:

@@ -1,10 +1,8 @@
 """A graph as the workflow function that `tune` and `eval` take: run it on a row, score it.
 
-`GraphWorkflow` scores the answer itself; `GraphResponse` leaves it to a judge function.
-
-The object is the function. It holds the graph's texts and plain settings only, so it travels to
-a worker by value and needs no file there. The model that is tuned is the graph's model; other
-operators may use other models of the configuration by role.
+`GraphWorkflow` scores the answer itself; `GraphResponse` leaves it to a judge function. The object
+is the function and holds texts and plain settings only, so it travels to a worker by value. The
+model that is tuned is the graph's model; operators may use other models by role.
 """
 
 from __future__ import annotations
@@ -58,15 +56,12 @@ class GraphFunction:
     graph: Graph
     benchmark: str | None = None
     score: ScoreFunction | None = None
-    problem: str | None = None
-    """Field with the question. None: the benchmark's own text, or the first usual name."""
+    problem: str | None = None  # field with the question; None: the benchmark's, or a usual name
     entry_point: str = "entry_point"
     limits: GraphLimits = field(default_factory=GraphLimits)
     sandbox: str = "auto"
-    models: Mapping[str, str] = field(default_factory=dict)
-    """Role by instance, operator or model name."""
-    test_cases: TestCases = field(default_factory=TestCases)
-    """What the operator Test may use."""
+    models: Mapping[str, str] = field(default_factory=dict)  # role by instance, operator, model
+    test_cases: TestCases = field(default_factory=TestCases)  # of the operator Test
     clients: Mapping[str, ModelClient] = field(default_factory=dict)
     """Of the roles in `models` other than 'policy'. They travel without their keys."""
 
@@ -89,7 +84,7 @@ class GraphFunction:
 
         Raises:
             GraphFailed: it ended otherwise, which is no wrong answer.
-            SandboxUnavailable: code would have to run, and there is no sandbox here.
+            SandboxUnavailable: there is no sandbox here.
         """
         entry_point = task.get(self.entry_point)
         name = self.benchmark or self.graph.dataset or ""
@@ -119,15 +114,8 @@ class GraphFunction:
 def problem_of(
     task: Mapping[str, Any], field: str | None, benchmark: str | None, section: str
 ) -> str:
-    """The text of a row's problem: under `field`, else as its benchmark has it, else where it
-    usually stands.
-
-    Args:
-        section: of the configuration, `graph` or `writer`, for the fix.
-
-    Raises:
-        BadInput: the row has none.
-    """
+    """The text of a row's problem: under `field`, else as its benchmark has it, else under a usual
+    name. `BadInput`: the row has none. `section`: of the configuration, for the fix."""
     if field is None and benchmark is not None:
         return find(benchmark).question(task)
     names = [field] if field is not None else ["question", "problem", "prompt"]
@@ -182,9 +170,7 @@ def workflow_from_config(
 
     Args:
         settings: the configuration's `models:`.
-        path: the graph's folder.
         test_cases: the file `section.test_cases`.
-        operators: the configuration's `operators:`, loaded.
         judged: whether a judge function scores the answers.
         where: from a key of the configuration to its place, for messages.
     """

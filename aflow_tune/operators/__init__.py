@@ -4,13 +4,10 @@
     verdict = await review(problem, solution)
     verdict["review_result"], verdict.outcome
 
-The ten of AFlow, with its arguments and keys, and the base class for more. What a use returns
-is an `OperatorResult`: a dict with the operator's keys and a typed outcome beside it.
-
-An operator of a user is a subclass of `Operator`. A workflow function may just call it: nothing
-has to be registered. For graphs, which know operators by name, name it in the configuration:
-
-    operators: {Summarise: my_operators.py:Summarise}
+The ten of AFlow, with its arguments and keys, and the base class for more. A use returns an
+`OperatorResult`: a dict with the operator's keys and a typed outcome beside it. A workflow function
+may just call a user's subclass of `Operator`; for graphs, which know operators by name, it is named
+in the configuration: `operators: {Summarise: my_operators.py:Summarise}`.
 """
 
 from __future__ import annotations
@@ -106,14 +103,12 @@ def load_operators(
         taken = found.get(name) or OPERATORS.get(name)
         if not is_operator:
             expected = "a subclass of aflow_tune.operators.Operator with `async def run`"
-            fix = "name the class: path/file.py:Class"
-            faults.append(Fault(where, expected, f"{kind!r:.80}", fix))
-        elif taken not in (None, kind):
-            found_there = f"{name} is {taken.__module__}.{taken.__name__}"
-            faults.append(Fault(where, "a name of its own", found_there, "name it otherwise"))
-        elif kind.__name__ != name:
+            shown = f"{kind!r:.80}"
+            faults.append(Fault(where, expected, shown, "name the class: path/file.py:Class"))
+        elif taken not in (None, kind) or kind.__name__ != name:
             # Traces, experiences and prompts name an operator by its class.
-            faults.append(Fault(where, f"the class's name, {kind.__name__}", name, "use that name"))
+            expected = f"the class's name, {kind.__name__}, which no other operator has"
+            faults.append(Fault(where, expected, name, "use that name, or rename the class"))
         else:
             found[name] = kind
     if faults:
@@ -126,11 +121,8 @@ def check_prompts(
     where: str = "prompts",
     operators: Mapping[str, type[Operator]] = OPERATORS,
 ) -> None:
-    """Check the prompts of a run: by operator, by `Operator.instance`, and under `forms`.
-
-    Raises:
-        BadInput: with every name that no operator has, and every text that does not fit.
-    """
+    """Check the prompts of a run: by operator, by `Operator.instance`, and under `forms`. Raises
+    `BadInput` with every name that no operator has, and every text that does not fit."""
     faults: list[Fault] = []
     slots = {FORMS: FORM_PROMPTS, **{name: kind.asks for name, kind in operators.items()}}
     for key, texts in prompts.items():

@@ -2,12 +2,11 @@
 
     prompts: {preset: AFlow/workspace/GSM8K/workflows/template/op_prompt.py}
 
-so that scores compare with published ones. The texts are AFlow's and stay in its files: they are
-parsed, never executed, and become prompts of our operators. Beside `op_prompt.py` two more files
-are read where they are: `operator_an.py` (what AFlow says about each field) and
+so that scores compare with published ones. AFlow's files are parsed, never executed. Beside
+`op_prompt.py` two more are read: `operator_an.py` (what AFlow says about each field) and
 `scripts/formatter.py` of the checkout (how it asks for a form). With all three a first question is
-AFlow's to the letter; where one is missing, our own sentences about the form stand at the end. What
-differs in any case: what is said after a failed program or test, and being asked again.
+AFlow's to the letter; where one is missing, our own sentences about the form come at the end. What
+is said after a failed program or test, and being asked again, is ours in any case.
 """
 
 from __future__ import annotations
@@ -71,9 +70,8 @@ def with_preset(prompts: Mapping[str, Texts], path: Path) -> dict[str, Texts]:
         found.setdefault(operator, {})[prompt] = text
     if not found:
         expected = f"constants such as {', '.join(use[0] for use in _USES[:3])}"
-        shown = ", ".join(list(texts)[:5]) or "no texts"
-        fix = "name workspace/DATASET/workflows/template/op_prompt.py of an AFlow checkout"
-        raise BadInput.of("These are no prompts of AFlow.", str(path), expected, shown, fix)
+        title, fix = "These are no prompts of AFlow.", "name op_prompt.py of an AFlow checkout"
+        raise BadInput.of(title, str(path), expected, f"{list(texts)[:5]}", fix)
     if code:
         found["CustomCodeGenerate"] = {
             MAIN: f"{{instruction}}{{problem}}{_for_code(code, '{entry_point}')}"
@@ -89,11 +87,8 @@ def _parsed(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_text(encoding="utf-8-sig"))
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
-        title, fix = (
-            "The prompts of AFlow cannot be read.",
-            "name op_prompt.py of an AFlow checkout",
-        )
-        expected = "a Python file with prompts"
+        title, expected = "The prompts of AFlow cannot be read.", "a Python file with prompts"
+        fix = "name op_prompt.py of an AFlow checkout"
         raise BadInput.of(title, str(path), expected, str(error), fix) from None
 
 
@@ -107,8 +102,8 @@ def _ours(text: str, values: Mapping[str, str], where: str) -> str:
                 made += "\0"  # braces around it may be text
                 put.append(values.get(name, f"{{{name}}}"))
     except ValueError as error:
-        title, fix = "A prompt of AFlow cannot be read.", "leave the file as AFlow has it"
-        raise BadInput.of(title, where, "a text for str.format", str(error), fix) from None
+        title, expected = "A prompt of AFlow cannot be read.", "a text for str.format"
+        raise BadInput.of(title, where, expected, str(error), "correct the file") from None
     pieces = _escaped(made).split("\0")
     return "".join(piece + value for piece, value in zip(pieces, [*put, ""], strict=True))
 

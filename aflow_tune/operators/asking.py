@@ -1,10 +1,9 @@
 """The operators that only ask a model: eight of AFlow's ten.
 
-The ensembles choose one of several solutions, in one vote or by majority, labelled A to Z, AA, AB
-and so on. Equal texts stay two candidates; a whole result of an operator is shown as its text and
-handed back as it is, as in AFlow; empty candidates (what could not be read) are not put to the
-vote. Where no vote can be read, the candidate that occurs most often is returned (of several the
-first), with the outcome 'unreadable'.
+The ensembles choose one of several solutions, labelled A to Z, AA, AB and so on. Equal texts stay
+two candidates; a whole result of an operator is shown as its text and handed back as it is, as in
+AFlow; empty candidates are not put to the vote. Where no vote can be read, the candidate that
+occurs most often is returned (of several the first), with the outcome 'unreadable'.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.errors import BadInput
 from aflow_tune.operators.base import (
     READ_OUTCOMES,
     RETRIES,
@@ -138,17 +137,12 @@ class _Ensemble(Operator):
 
     def _candidates(self, solutions: Sequence[Any]) -> tuple[list[str], list[int]]:
         """The candidates as texts, and the places of those that have one."""
-        where, expected = f"{self.caller}: solutions", "a list of at least one text"
-        if isinstance(solutions, str) or not isinstance(solutions, Sequence) or not solutions:
+        where, kinds = f"{self.caller}: solutions", (str, int, float, Mapping, type(None))
+        good = isinstance(solutions, Sequence) and not isinstance(solutions, str)
+        if not (good and solutions and all(isinstance(item, kinds) for item in solutions)):
+            expected = "a list of at least one text or result"
             title, fix = "There is nothing to choose from.", "pass the list of solutions"
             raise BadInput.of(title, where, expected, f"{solutions!r:.80}", fix)
-        faults = [
-            Fault(f"{where}[{number}]", "a text or a result", f"{item!r:.80}", "pass its text")
-            for number, item in enumerate(solutions)
-            if not isinstance(item, str | int | float | Mapping) and item is not None
-        ]
-        if faults:
-            raise BadInput("These candidates are no texts.", faults)
         texts = [_shown(item) for item in solutions]
         return texts, [place for place, text in enumerate(texts) if text.strip()]
 
@@ -178,7 +172,7 @@ class ScEnsemble(_Ensemble):
         """The chosen candidate. `BadInput`: there is none, or one is neither text nor result."""
         candidates, order = self._candidates(solutions)
         if not order:
-            chosen = solutions[0] if isinstance(solutions[0], Mapping) else ""
+            chosen = _given(solutions, 0)
             return OperatorResult({"response": chosen}, Outcome.UNREADABLE, _NO_TEXT)
         place, vote = await self._vote(problem, candidates, order, None)
         place = _most_frequent(candidates, order) if place is None else place
@@ -221,11 +215,10 @@ class MdEnsemble(_Ensemble):
     async def run(
         self, solutions: list[str], problem: str = "", mode: str | None = None
     ) -> OperatorResult:
-        """The candidate with most votes; of several the one that stands first. `BadInput`: there
-        is no candidate, or one is neither a text nor a result."""
+        """The candidate with most votes, of several the first. `BadInput` as ScEnsemble's."""
         candidates, filled = self._candidates(solutions)
         if not filled:
-            chosen = solutions[0] if isinstance(solutions[0], Mapping) else ""
+            chosen = _given(solutions, 0)
             return OperatorResult({"solution": chosen}, Outcome.UNREADABLE, _NO_TEXT)
         orders = []
         drawn = random.Random(repr((self.seed, problem, candidates)))

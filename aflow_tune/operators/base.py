@@ -1,11 +1,10 @@
 """`Operator`: one use of a model with a purpose, typed arguments in and typed values out.
 
-A subclass says what it asks (`asks`), which fields it wants back (`fields`) and, in `run`, what
-it does with them. This class names the caller (model calls, experiences and drawings speak of
-`Review.strict`), asks, reads, asks again a bounded number of times, and notes one `OperatorCall` in
-the trace, however the use ended. A reply that cannot be read is a result (`Outcome.UNREADABLE` with
-fallback values); a model that gives no reply, a missing sandbox and a budget that is used up raise.
-An operator holds no state of a use: one instance may run many at once.
+A subclass says what it asks (`asks`), which fields it wants back (`fields`) and, in `run`, what it
+does with them. This class names the caller (`Review.strict`), asks, reads, asks again a bounded
+number of times, and notes one `OperatorCall` in the trace however the use ended. A reply that
+cannot be read is a result with fallback values; a model without a reply, a missing sandbox and a
+spent budget raise. An operator holds no state of a use: one instance may run many at once.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from aflow_tune.operators.prompts import (
     checked,
     fill,
     form_text,
-    own_text,
     placeholders,
     text_of,
 )
@@ -55,30 +53,20 @@ _MODES = {"xml_fill": "xml", "code_fill": "code", "single_fill": "text", "json_f
 class Outcome(StrEnum):
     """How one use ended. The value is its word in traces and metrics."""
 
-    ANSWERED = "answered"
-    """Read as it was asked for, at the first attempt."""
+    ANSWERED = "answered"  # read as it was asked for, at the first attempt
+    # Read after repairs or after asking again; or some of several votes were lost, or a program had
+    # to be corrected before it ran or passed its tests.
     REPAIRED = "repaired"
-    """Read, but only after repairs or after asking again; or some of several votes were lost, or
-    a program had to be corrected before it ran or passed its tests."""
-    UNREADABLE = "unreadable"
-    """No attempt could be read. The keys are there, with the operator's fallback values."""
-    PROGRAM_FAILED = "program_failed"
-    """No program ran to a result."""
-    TESTS_FAILED = "tests_failed"
-    """The last solution does not pass the tests."""
-    NO_TESTS = "no_tests"
-    """There was nothing to test with, so nothing was tested and nothing passed."""
-    UNDECIDED = "undecided"
-    """The tests could not be run, which says nothing about the solution."""
+    UNREADABLE = "unreadable"  # no attempt could be read: the values are the operator's fallbacks
+    PROGRAM_FAILED = "program_failed"  # no program ran to a result
+    TESTS_FAILED = "tests_failed"  # the last solution does not pass the tests
+    NO_TESTS = "no_tests"  # nothing was tested and nothing passed
+    UNDECIDED = "undecided"  # the tests could not be run, which says nothing about the solution
     # What follows is noted in the trace; the call itself raises.
-    MODEL_FAILED = "model_failed"
-    """The model gave no reply after its retries: `ModelError`."""
-    SANDBOX_UNAVAILABLE = "sandbox_unavailable"
-    """A program could not be run at all: `SandboxUnavailable`."""
-    STOPPED = "stopped"
-    """Cancelled, or ended by the run's budget."""
-    RAISED = "raised"
-    """Any other exception: wrong arguments, or a defect of an operator."""
+    MODEL_FAILED = "model_failed"  # no reply after the model's retries: `ModelError`
+    SANDBOX_UNAVAILABLE = "sandbox_unavailable"  # a program could not be run: `SandboxUnavailable`
+    STOPPED = "stopped"  # cancelled, or ended by the run's budget
+    RAISED = "raised"  # any other exception: wrong arguments, or a defect of an operator
 
 
 READ_OUTCOMES = frozenset({Outcome.ANSWERED, Outcome.REPAIRED})
@@ -157,10 +145,7 @@ class Operator:
         super().__init_subclass__(**kwargs)
         own = vars(cls)
         if "__call__" in own:
-            raise TypeError(
-                f"{cls.__name__} defines __call__: name it `run`, which __call__ wraps with "
-                "attribution, time and outcome"
-            )
+            raise TypeError(f"{cls.__name__} defines __call__: name it `run`, which __call__ wraps")
         if "run" in own:
             if not inspect.iscoroutinefunction(own["run"]):
                 raise TypeError(f"{cls.__name__}.run must be `async def run(self, ...)`")
@@ -182,16 +167,17 @@ class Operator:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             expected = "letters, digits, _ and -"
             faults.append(Fault(f"{type(self).__name__}: name", expected, repr(name), "rename it"))
-        faults += number_faults(f"{self.caller}: retries", retries, 0, MAX_RETRIES)
-        self._form = type(self).form
-        if form is not None:
-            allowed = [item.value for item in forms_for(self.fields)]
-            if form in allowed:
-                self._form = Form(form)
-            else:
-                expected = "one of " + ", ".join(allowed)
-                fix = "leave it out for the operator's own form"
-                faults.append(Fault(f"{self.caller}: form", expected, repr(form), fix))
+        expected = f"a whole number from 0 to {MAX_RETRIES}"
+        if type(retries) is not int or not 0 <= retries <= MAX_RETRIES:
+            faults.append(
+                Fault(f"{self.caller}: retries", expected, f"{retries!r:.80}", "give one")
+            )
+        allowed = [item.value for item in forms_for(self.fields)]
+        self._form = Form(form) if form in allowed else type(self).form
+        if form not in (*allowed, None):
+            expected = f"one of {', '.join(allowed)}"
+            fix = "leave it out for the operator's own form"
+            faults.append(Fault(f"{self.caller}: form", expected, repr(form), fix))
         if faults:
             raise BadInput("A prompt does not fit its operator.", faults)
         self.llm: ModelClient = as_client(llm)
@@ -258,46 +244,15 @@ class Operator:
 
     @classmethod
     def most_calls(cls, *, retries: int = RETRIES, **settings: Any) -> int:
-        """Model calls of one use at worst, for those who must know before they allow it: here of an
-        operator that asks once. One whose `run` may ask more often declares its own.
+        """Model calls of one use at worst; here of an operator that asks once. One whose `run` may
+        ask more often declares its own.
 
         Args:
             retries: how often each answer is asked for again.
-            settings: what is known of the constructor's options and of the call's arguments, by
-                name. A value that is not known is None; one that is left out is the default.
+            settings: options of the constructor and arguments of the call, by name; None for a
+                value that is not known, absent for the default.
         """
         return 1 + retries
-
-    @classmethod
-    def describe(cls) -> dict[str, Any]:
-        """Its interface as plain data: name, description, arguments, returns, prompts, form."""
-        parameters = list(inspect.signature(cls.__call__).parameters.values())[1:]
-        shown = {
-            item.name: item.annotation
-            if isinstance(item.annotation, str)
-            else inspect.formatannotation(Any if item.annotation is item.empty else item.annotation)
-            for item in parameters
-        }
-        returns = dict(cls.returns) or {item.name: item.description for item in cls.fields}
-        return {
-            "name": cls.__name__,
-            "description": inspect.cleandoc(cls.__doc__ or "").partition("\n")[0],
-            "arguments": [
-                {"name": item.name, "type": shown[item.name]}
-                | ({} if item.default is item.empty else {"default": item.default})
-                for item in parameters
-            ],
-            "returns": returns,
-            "fields": [
-                {"name": item.name, "kind": item.kind.value, "description": item.description}
-                for item in cls.fields
-            ],
-            "prompts": {
-                name: sorted(placeholders(own_text(cls.__name__, name, prompt)))
-                for name, prompt in cls.asks.items()
-            },
-            "form": cls.form.value,
-        }
 
 
 def _call_of(run: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[OperatorResult]]:
@@ -362,14 +317,9 @@ def _again(prompt: str, reply: str, fault: str) -> list[dict[str, str]]:
     ]
 
 
-def number_faults(where: str, value: Any, least: int, most: int) -> list[Fault]:
-    """What is wrong with a whole number: a graph that a model wrote may choose the value."""
-    expected = f"a whole number from {least} to {most}"
-    wrong = type(value) is not int or not least <= value <= most
-    return [Fault(where, expected, f"{value!r:.80}", f"give {expected}")] if wrong else []
-
-
 def whole_number(where: str, value: Any, least: int, most: int) -> None:
-    """Raises `BadInput` for anything else."""
-    if faults := number_faults(where, value, least, most):
-        raise BadInput("An operator cannot be built.", faults)
+    """Raises `BadInput` for anything else: a graph that a model wrote may choose the value."""
+    if type(value) is not int or not least <= value <= most:
+        expected = f"a whole number from {least} to {most}"
+        title = "An operator cannot be built."
+        raise BadInput.of(title, where, expected, f"{value!r:.80}", f"give {expected}")

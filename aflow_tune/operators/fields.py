@@ -1,7 +1,7 @@
 """Typed fields: what an operator asks a model for, how, and how a text becomes a value.
 
-A field knows what its values look like and which texts mean one. Where in a reply its text
-stands is for `reading.py`. The sentences that ask are prompts (`forms:` in `prompts.yaml`).
+Where in a reply a field's text is found is for `reading.py`. The sentences that ask are prompts
+(`forms:` in `prompts.yaml`).
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ class Unreadable(ValueError):
     """A text is no value of the field. The message completes 'the field NAME ...'."""
 
 
-MAX_SHORT_TEXT = 200
-"""Characters of a text in which a truth value, a number or a choice is looked for."""
-MAX_SHOWN_CHOICES = 30
+MAX_SHORT_TEXT = 200  # characters in which a truth value, a number or a choice is looked for
 _TYPES = {
     Kind.TEXT: ("string", ""),
     Kind.BOOL: ("boolean", "true or false"),
@@ -142,10 +140,7 @@ def described(fields: Sequence[Field], form: Form) -> str:
         # The sentence around a program says that it is Python.
         what = "" if form is Form.CODE else _TYPES[field.kind][1]
         if field.kind is Kind.CHOICE:
-            shown = list(field.choices[:MAX_SHOWN_CHOICES])
-            if len(field.choices) > MAX_SHOWN_CHOICES:
-                shown.append(f"and so on to {field.choices[-1]}")
-            what += ", ".join(shown)
+            what += ", ".join(field.choices)
         if field.entry_point:
             what += f"{', ' if what else ''}defines `{field.entry_point}`"
         if field.description:
@@ -212,9 +207,8 @@ def _choice(text: str, choices: tuple[str, ...]) -> tuple[str, bool]:
             named = words
         if len(named) == 1:
             return named.pop(), True
-    shown = ", ".join(choices[:8]) + (f", ... {choices[-1]}" if len(choices) > 8 else "")
-    raise Unreadable(f"is not one of {shown}: {_shown(text)}")
+    raise Unreadable(f"is not one of {', '.join(choices):.80}: {_shown(text)}")
 
 
 def _shown(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "...") if text else "empty"
+    return f"{text!r:.60}" if text else "empty"

@@ -1,12 +1,8 @@
 """The operators that run programs, always in the sandbox: Programmer and Test.
 
-Programmer answers by a program that defines `solve()`: the answer is what that returns, or what was
-printed where it returns None. Test runs a task's public tests on a solution. Solution and tests run
-in two sandboxed processes (`aflow_tune.scoring.code`), so a solution can neither see the tests nor
-fake their result.
-
-Which sandbox backend they use is the run's configuration, never an argument: an operator may be
-built by a graph that somebody's model wrote.
+Test runs solution and tests in two sandboxed processes (`aflow_tune.scoring.code`), so a solution
+can neither see the tests nor fake their result. The sandbox backend is the run's configuration,
+never an argument: an operator may be built by a graph that somebody's model wrote.
 """
 
 from __future__ import annotations
@@ -50,8 +46,8 @@ _libraries: ContextVar[tuple[str, ...]] = ContextVar("aflow_tune_programmer", de
 
 
 def use_libraries(names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-    """Let programs of Programmer import these packages, those of them that are installed, in the
-    current context and in everything it starts."""
+    """Let programs of Programmer import those of these packages that are installed, in the current
+    context and in everything it starts."""
     return use(_libraries, tuple(names))
 
 
@@ -97,11 +93,7 @@ class Programmer(Operator):
         return (MAX_PROGRAMS if programs is None else programs) * (1 + retries)
 
     async def run(self, problem: str, analysis: str = "None") -> OperatorResult:
-        """The program and its output.
-
-        Raises:
-            SandboxUnavailable: no program was run.
-        """
+        """The program and its output. Raises `SandboxUnavailable`: no program was run."""
         policy = meant("+".join(("auto", *installed(_libraries.get()))))
         *others, last_one = ("the standard library", *parts(policy)[1])
         values: dict[str, object] = {
@@ -161,21 +153,19 @@ def outcome_of(execution: Execution) -> tuple[str, str]:
 
 def _checked_limits(limits: Limits | None, caller: str) -> Limits:
     """The limits, or the sandbox's own where there are none. Raises `BadInput`."""
-    if limits is None or isinstance(limits, Limits):
-        return limits or Limits()
-    title, fix = "An operator cannot be built.", "pass aflow_tune.sandbox.Limits(...)"
-    found = f"{limits!r:.80}"
-    raise BadInput.of(title, f"{caller}: limits", "limits of the sandbox", found, fix)
+    if not isinstance(limits, Limits | None):
+        title, where = "An operator cannot be built.", f"{caller}: limits"
+        raise BadInput.of(title, where, "aflow_tune.sandbox.Limits", f"{limits!r:.80}", "pass them")
+    return limits or Limits()
 
 
 @dataclass(frozen=True)
 class TestCases:
     """The public tests that the operator Test may use: asserts on `candidate`, by entry point.
 
-    A solver may see these tests, such as AFlow's `humaneval_public_test.jsonl`, never those that an
-    answer is scored by: nothing here reads a task's `test` by itself. Of several rows for one entry
-    point (HumanEval has six such names) the one whose calls stand in the problem's text is taken;
-    where that does not tell them apart there are none.
+    A solver may see these (such as AFlow's `humaneval_public_test.jsonl`), never those that an
+    answer is scored by. Of several rows for one entry point (HumanEval has six such names) the one
+    whose calls are in the problem's text is taken; where that does not tell, there are none.
     """
 
     __test__ = False  # for pytest: no test class
@@ -184,11 +174,8 @@ class TestCases:
 
     @classmethod
     def of_rows(cls, rows: Iterable[Any], where: str = "test cases") -> TestCases:
-        """From rows with `entry_point` and `test`, a list of asserts or one text.
-
-        Raises:
-            BadInput: with every faulty row.
-        """
+        """From rows with `entry_point` and `test`, a list of asserts or one text. Raises `BadInput`
+        with every faulty row."""
         sets: dict[str, list[tuple[str, ...]]] = {}
         faults = []
         for number, row in enumerate(rows, 1):
@@ -210,11 +197,7 @@ class TestCases:
 
     @classmethod
     def load(cls, path: str | Path) -> TestCases:
-        """From a JSONL file.
-
-        Raises:
-            BadInput: it cannot be read, or holds something else.
-        """
+        """From a JSONL file. Raises `BadInput`: it cannot be read, or holds something else."""
         rows: list[Any] = []
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -254,8 +237,7 @@ def use_test_cases(cases: TestCases) -> contextlib.AbstractContextManager[None]:
 class Test(Operator):
     """Runs the public tests of a task on a program and mends the program where they fail.
 
-    Where there is no test for the entry point, nothing passes: `result` is False and the outcome
-    says 'no_tests'.
+    Without a test for the entry point `result` is False and the outcome 'no_tests'.
 
     Args:
         tests: where its tests come from: `TestCases`, or asserts by entry point. None: those of
@@ -299,11 +281,8 @@ class Test(Operator):
     async def run(
         self, problem: str, solution: str, entry_point: str, test_loop: int = LOOPS
     ) -> OperatorResult:
-        """Test, and mend at most `test_loop` times; the last program is tested as well.
-
-        Raises:
-            SandboxUnavailable: nothing could be tested.
-        """
+        """Test, and mend at most `test_loop` times; the last program is tested as well. Raises
+        `SandboxUnavailable`: nothing could be tested."""
         # As AFlow's, which puts whatever a graph hands over into a text.
         problem, solution = ("" if item is None else str(item) for item in (problem, solution))
 
@@ -342,10 +321,7 @@ class Test(Operator):
 
 
 def telling(test: str) -> str:
-    """The assert with a message of its own: its text, and the value that was not expected.
-
-    What is no single assert, or has a message, stays as it is.
-    """
+    """A single assert with a message: its text, and the value that was not expected."""
     try:
         body = ast.parse(test).body
     except _UNPARSED:

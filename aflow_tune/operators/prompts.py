@@ -1,21 +1,16 @@
 """Prompts are data: where an operator's texts come from, and how their placeholders are filled.
 
-The shipped texts are all in `prompts.yaml`. For each prompt of an operator the first of these
-that has one wins:
+The shipped texts are in `prompts.yaml`. Of each prompt the first of these wins: the instance's
+(`Op(llm, prompts=...)`, which is also how a graph gives them), the run's by instance
+(`prompts: {Review.strict: ...}`), the run's by operator, the operator's own.
 
-1. the instance: `Op(llm, prompts=...)`, which is also how a graph gives the prompts of its
-   instances and operators;
-2. the run, by instance: `prompts: {"Review.strict": ...}` in the configuration;
-3. the run, by operator: `prompts: {"Review": ...}`;
-4. the operator's own text.
-
-A value is a mapping from the names of the operator's prompts to texts, or one text for an
-operator that has one prompt (or for its prompt `main`). A placeholder is `{name}`; `{{name}}`
-is the literal text `{name}`; every other brace is text, so JSON and code need no escapes.
+A value is a mapping from the names of the operator's prompts to texts, or one text for an operator
+that has one prompt (or for its prompt `main`). A placeholder is `{name}`; `{{name}}` is the literal
+text `{name}`; every other brace is text, so JSON and code need no escapes.
 
 A graph may also have an *instruction* for an instance (`use_instruction`): words without
-placeholders that come in front of the operator's main prompt, whichever of the four that is. An
-instruction that mentions every placeholder which the prompt needs is taken as the whole prompt.
+placeholders in front of the operator's main prompt. One that mentions every placeholder which the
+prompt needs is taken as the whole prompt.
 """
 
 from __future__ import annotations
@@ -84,9 +79,8 @@ def use(variable: ContextVar[T], value: T) -> Iterator[None]:
 def use_prompts(prompts: Mapping[str, Texts]) -> contextlib.AbstractContextManager[None]:
     """Use these prompts in the current context and in everything it starts: the run's.
 
-    An inner block's entry for an operator or instance replaces an outer one's.
-    Check them first with `check_prompts`, which knows the operators; here a text is
-    checked when it is used.
+    An inner block's entry for an operator or instance replaces an outer one's. A text is checked
+    when it is used; check all before with `check_prompts`.
     """
     return use(_run, {**(_run.get() or {}), **prompts})
 
@@ -188,16 +182,13 @@ def checked(
     """The texts that a user gave for an operator, by prompt, and what is wrong with them."""
     listed = ", ".join(f"`{name}`" for name in slots)
     if isinstance(prompts, str):
-        only = next(iter(slots)) if MAIN not in slots and len(slots) == 1 else MAIN
-        prompts = {only: prompts}
-    if prompts is None:
-        return {}, []
-    if not isinstance(prompts, Mapping):
+        prompts = {next(iter(slots)) if MAIN not in slots and len(slots) == 1 else MAIN: prompts}
+    if not isinstance(prompts, Mapping | None):
         expected = f"a text, or a mapping of {listed} to texts"
         return {}, [Fault(where, expected, f"{prompts!r:.80}", "write `main: ...`")]
     good: dict[str, str] = {}
     faults: list[Fault] = []
-    for name, text in prompts.items():
+    for name, text in (prompts or {}).items():
         place = f"{where}.{name}"
         if name not in slots:
             near = difflib.get_close_matches(str(name), slots, 1)

@@ -1,13 +1,10 @@
 """Finding the Python program in a reply: fenced blocks, or the text itself.
 
-Which of several blocks is taken: of those in Python (or without a language) the last that
-defines the entry point; without an entry point the last that is Python. What it uses and another
-block defines or imports comes along. A block that was never closed reaches to the end. Without
-blocks the whole text, or the part of it from the first line that looks like code, is tried. Nothing
-is run here, only parsed.
-
-How programs are found in answers that are to be scored is another matter, with its published
-and strict rules: `aflow_tune.scoring.code`.
+Of several blocks in Python (or without a language) the last that defines the entry point is taken;
+without an entry point the last that is Python. What it uses and another block defines or imports
+comes along. A block that was never closed reaches to the end. Without blocks the whole text, or the
+part from the first line that looks like code, is tried. Nothing is run here, only parsed. Programs
+in answers that are to be scored are found by other rules: `aflow_tune.scoring.code`.
 """
 
 from __future__ import annotations
@@ -25,12 +22,10 @@ from aflow_tune.scoring.code import MAX_CHARACTERS
 
 MAX_BLOCKS = 20  # of more fenced blocks the last ones are looked at
 MAX_FENCES = 4_000  # of more lines with fences the last ones are looked at
-MAX_CUTS = 20
-"""How often a line that is no Python may be cut off from the end of a text without blocks."""
+MAX_CUTS = 20  # of lines that are no Python off the end of a text without blocks
 _FENCE = re.compile(r"^[ \t]{0,16}(`{3,20}|~{3,20})([^\n`]*)$", re.MULTILINE)
 _PYTHON = ("", "python", "python3", "py", "py3", "python 3")
 _UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)
-_ENTITY_NAMES = ("lt", "gt", "amp", "quot", "apos")
 _CODE_LINE = re.compile(
     r"^(?:from[ \t]+[\w.]+[ \t]+import\b|import[ \t]+\w|def[ \t]+\w|async[ \t]+def[ \t]+\w"
     r"|class[ \t]+\w|@\w)",
@@ -87,18 +82,6 @@ def program_in(text: str, entry_point: str = "") -> tuple[str, bool]:
             whole = _completed(code, codes[:number] + codes[number + 1 :])
             return whole, not blocks[number].closed or whole != code
     raise ValueError(reason or "is missing")
-
-
-def names_entities(code: str) -> bool:
-    """Whether a program has `lt`, `gt` or `amp` where XML's entities would leave them."""
-    tree = _parse(code)
-    operations = ast.walk(tree) if isinstance(tree, ast.Module) else ()
-    return any(
-        isinstance(node, ast.BinOp)
-        and isinstance(node.op, ast.BitAnd)
-        and getattr(node.right, "id", "") in _ENTITY_NAMES
-        for node in operations
-    )
 
 
 def _candidates(text: str) -> Iterator[str]:

@@ -7,9 +7,8 @@
 
 The form that was asked for is tried first, then repairs of it, then the other forms, then lines
 like `answer: 42`, then, for a single truth value, number or choice, the whole reply. The first
-that gives every required field wins. A field that cannot be read gets no value, never an empty
-one. Nothing here takes more than linear time, whatever the reply holds; what a reply holds too much
-of is looked at from the end.
+that gives every required field wins. A field that cannot be read gets no value. Everything takes
+linear time, whatever the reply holds: of too many tags, braces or blocks the last are looked at.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from aflow_tune.operators.fields import MAX_SHORT_TEXT, Field, Form, Kind, Unreadable
-from aflow_tune.operators.python_code import fenced_blocks, names_entities, program_in
+from aflow_tune.operators.python_code import fenced_blocks, program_in
 
 MAX_REPLY_CHARACTERS = 4_000_000  # A longer reply is not read
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
@@ -79,10 +78,6 @@ def _required(fields: Sequence[Field]) -> list[Field]:
     return [field for field in fields if field.required]
 
 
-def _whole_text(text: str, fields: Sequence[Field]) -> Found:
-    return {fields[0].name: (text.strip(), False)}
-
-
 def _code(text: str, fields: Sequence[Field]) -> Found:
     required = _required(fields)
     if len(required) != 1 or required[0].kind is not Kind.CODE:
@@ -96,24 +91,7 @@ def _code(text: str, fields: Sequence[Field]) -> Found:
 
 def _xml(text: str, fields: Sequence[Field], through_fences: bool = False) -> Found:
     found = elements(text, [field.name for field in fields], through_fences)
-    programs = [field for field in fields if field.kind is Kind.CODE and field.name in found]
-    # A program is escaped where it is one only without XML's entities; `a &lt; b` is valid
-    # Python, too.
-    plain = set()
-    for field in programs:
-        try:
-            if not names_entities(program_in(found[field.name].content, field.entry_point)[0]):
-                plain.add(field.name)
-        except ValueError:
-            pass
-    return {
-        name: (content if name in plain else unescaped(content), repaired)
-        for name, (content, repaired) in found.items()
-    }
-
-
-def _json(text: str, fields: Sequence[Field]) -> Found:
-    return _object(whole_object(text), fields)
+    return {name: (unescaped(content), repaired) for name, (content, repaired) in found.items()}
 
 
 def _json_within(text: str, fields: Sequence[Field]) -> Found:
@@ -173,10 +151,14 @@ def _nothing_else(text: str, fields: Sequence[Field]) -> Found:
 
 _Way = Callable[[str, Sequence[Field]], Found]
 _FROM_XML: tuple[_Way, ...] = (_xml, functools.partial(_xml, through_fences=True))
-_FROM_JSON: tuple[_Way, ...] = (_json, _json_within, _json_repaired)
+_FROM_JSON: tuple[_Way, ...] = (
+    lambda text, fields: _object(whole_object(text), fields),
+    _json_within,
+    _json_repaired,
+)
 _FROM_REST: tuple[_Way, ...] = (_labelled, _nothing_else)
 _WAYS: Mapping[Form, tuple[_Way, ...]] = {
-    Form.TEXT: (_whole_text,),
+    Form.TEXT: (lambda text, fields: {fields[0].name: (text.strip(), False)},),
     Form.XML: (*_FROM_XML, *_FROM_JSON, _code, *_FROM_REST),
     Form.JSON: (*_FROM_JSON, *_FROM_XML, _code, *_FROM_REST),
     Form.CODE: (_code, *_FROM_XML, *_FROM_JSON),
@@ -184,15 +166,12 @@ _WAYS: Mapping[Form, tuple[_Way, ...]] = {
 
 # Elements like `<answer>...</answer>` in a reply that is no XML document.
 #
-# A model writes around, between and into its elements whatever it likes, so there is no tree:
-# each field's tags are paired on their own. Rules, for one name:
-#
-# - case and attributes do not matter; tags in CDATA sections and in closed fenced blocks are text;
-# - elements inside an element of the same name belong to its content;
-# - of several elements the last that is not empty counts, and one outside of all other fields'
-#   elements before one inside;
-# - without a closing tag the content goes to the next tag of any field, or to the end; without
-#   an opening one it begins at the tag before, or at the start.
+# There is no tree: each field's tags are paired on their own. Case and attributes do not matter;
+# tags in CDATA sections and in closed fenced blocks are text; elements inside an element of the
+# same name belong to its content; of several elements the last that is not empty counts, one
+# outside of all other fields' elements before one inside; without a closing tag the content goes to
+# the next tag of any field or to the end, without an opening one it begins at the tag before or at
+# the start.
 
 MAX_ATTRIBUTES = 300  # characters between a tag's name and its `>`
 MAX_TAGS = 4_000  # of more tags in a reply the last ones are looked at

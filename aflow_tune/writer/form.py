@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aflow_tune.graph.scoreflow import translated
 from aflow_tune.graph.shape import constants
 from aflow_tune.operators.python_code import fenced_blocks, program_in
 from aflow_tune.operators.reading import elements, objects_in, whole_object
@@ -136,9 +135,7 @@ class _Found:
                 self.mended("the code was indented as a whole")
             code = dedented
         code = _clean(code)
-        if (aflow := translated(code)) != code:
-            self.mended("ScoreFlow's form was put into AFlow's")
-        return Written(aflow, prompts, self.form, tuple(self.notes)), tuple(refusals)
+        return Written(code, prompts, self.form, tuple(self.notes)), tuple(refusals)
 
     def _prompts(self) -> tuple[dict[str, str], list[Refusal]]:
         given, refuse = self.prompts, functools.partial(Refusal, RefusalKind.PROMPT)
@@ -267,8 +264,8 @@ def is_python(code: str) -> bool:
 
 
 def _tagged(text: str) -> _Found | None:
-    """Code and prompts in tags, as AFlow's and ScoreFlow's models write them: `<graph>` with a
-    class, `<prompt>` with constants in Python or with an object."""
+    """Code and prompts in tags, as AFlow's models write them: `<graph>` holds a class, `<prompt>`
+    constants in Python or an object."""
     found = elements(text, ["graph", "prompt"], through_fences=True)
     if "graph" not in found or not _CLASS.search(found["graph"].content):
         return None

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.graph import inside
 from aflow_tune.operators import Operator
 from aflow_tune.operators.prompts import fill, placeholders
+from aflow_tune.writer.calls import keys_of
 from aflow_tune.writer.check import check_written
 from aflow_tune.writer.form import as_text
 from aflow_tune.writer.templates import TEMPLATES, default_graph
@@ -89,21 +91,23 @@ def policy_messages(
 
 def _operator_line(kind: type[Operator], limits: CheckLimits) -> str:
     """One operator: its call, the keys it returns, its most calls of the model, its purpose."""
-    about, arguments = kind.describe(), []
-    for argument in about["arguments"]:
-        if argument["name"] == "mode":  # taken for the sake of AFlow's graphs
+    arguments = []
+    for item in list(inspect.signature(kind.__call__).parameters.values())[1:]:
+        if item.name == "mode":  # taken for the sake of AFlow's graphs
             continue
-        text = str(argument["name"])
-        if argument["type"] not in ("str", "Any"):
-            text += f": {argument['type']}"
-        if "default" in argument:
-            default = argument["default"]
+        text, of = item.name, item.annotation
+        shown = of if isinstance(of, str) else inspect.formatannotation(of)
+        if of is not item.empty and shown not in ("str", "Any"):
+            text += f": {shown}"
+        if item.default is not item.empty:
+            default = item.default
             text += f'="{default}"' if isinstance(default, str) else f"={default!r}"
         arguments.append(text)
     calls = kind.most_calls(retries=limits.retries)
     counted = "1 call" if calls == 1 else f"up to {calls} calls"
-    call, keys = f"{about['name']}({', '.join(arguments)})", ", ".join(about["returns"])
-    return f"- {call} -> {keys} ({counted}). {about['description']}"
+    call, keys = f"{kind.__name__}({', '.join(arguments)})", ", ".join(keys_of(kind))
+    about = inspect.cleandoc(kind.__doc__ or "").partition("\n")[0]
+    return f"- {call} -> {keys} ({counted}). {about}"
 
 
 def template_faults(template: str, where: str) -> list[Fault]:
