@@ -1,9 +1,8 @@
 """The pages of a run and of a chain of stages: `report.html` in their folders, and what is printed
 at the end.
 
-A run's page shows whether it learned, and what changed; one without evaluations, steps or
-transcripts is shorter and says so. A chain's page puts the held-out scores of its stages side by
-side; it reads `chain.json` and each stage's own files.
+A run's page shows whether it learned, and what changed. A chain's page puts the held-out scores of
+its stages side by side; it reads `chain.json` and each stage's own files.
 """
 
 from __future__ import annotations
@@ -37,8 +36,13 @@ from aflow_tune.report.quantities import (
     is_training,
     mean_gpu_use,
 )
-from aflow_tune.report.writer import WRITER_CHECKS, audit_writer, load_writer
-from aflow_tune.report.writer_section import summary_lines, writer_section
+from aflow_tune.report.writer import (
+    WRITER_CHECKS,
+    audit_writer,
+    load_writer,
+    summary_line,
+    writer_section,
+)
 
 REPORT_NAME = "report.html"
 CHAIN_FILE = "chain.json"
@@ -146,7 +150,7 @@ def summary_text(run_dir: Path, report: Path) -> str:
         listed = ", ".join(f"{count:.0f} {kind}" for kind, count in read.failures.items())
         sentences.append(f"Failed rollouts in training: {listed}.")
     if read.written is not None:
-        sentences += summary_lines(read.written)
+        sentences.append(summary_line(read.written))
     sentences += [f"Audit: {finding}" for finding in read.findings]
     if not read.findings:
         sentences.append(f"Audit: nothing found ({', '.join(read.checks)}).")
