@@ -1,11 +1,10 @@
 """What an evaluation compares: one column for each pair of weights and workflow, and settings;
 and what each column is measured from.
 
-Names of the command line become columns here, and every name that leads nowhere is refused
-together with what there is. The base model is always the first column. A column's folder is named
-after everything that its records depend on and that can be seen from here, so that records are
-taken up again exactly where they still hold. What a function does beyond its own files, such as a
-server that it asks, is not seen.
+The base model is always the first column. A column's folder is named after everything that its
+records depend on and that can be seen from here, so that records are taken up again exactly where
+they still hold. What a function does beyond its own files, such as a server that it asks, is not
+seen.
 """
 
 from __future__ import annotations
@@ -148,7 +147,19 @@ def make_plan(request: Request, run_dir: Path) -> Plan:
     served = request.served_models
     base = Side(BASE, served_model=served[0] if served else None)
     saved = checkpoints(run_dir) if run_dir.is_dir() else []
-    find = functools.partial(_find_side, base, served, run_dir, saved, faults)
+
+    def find(name: str, option: str) -> Side:
+        found = _find_side(base, served, run_dir, saved, name)
+        if isinstance(found, Side):
+            return found
+        steps = ", ".join(str(checkpoint.step) for checkpoint in saved) or f"none in {run_dir}"
+        expected = (
+            f"base, last, best, a step ({steps}), a folder with weights or an operator graph, "
+            "workflow:FILE.py:FUNCTION, a YAML, or a model named by --model"
+        )
+        faults.append(Fault(f"{option} {name}", expected, found, "name one of these"))
+        return base
+
     compared = [find(name, "--compare") for name in request.compare]
     chosen = [
         base,
@@ -207,28 +218,9 @@ def _settings(request: Request, faults: list[Fault]) -> list[Column]:
 
 
 def _find_side(
-    base: Side,
-    served: Sequence[str],
-    run_dir: Path,
-    saved: Sequence[Checkpoint],
-    faults: list[Fault],
-    name: str,
-    option: str,
-) -> Side:
-    """The side that a name of the command line means; what is wrong with it joins the faults."""
-
-    def miss(found: str, expected: str = "", cure: str = "") -> Side:
-        steps = ", ".join(str(checkpoint.step) for checkpoint in saved)
-        none, train = (
-            f"base (no checkpoint is in {run_dir})",
-            "train, or name a folder with weights",
-        )
-        there = f"base, last, best, a step ({steps})" if steps else none
-        others = "a folder with weights or an operator graph, workflow:FILE.py:FUNCTION, or a YAML"
-        cure = cure or (f"{option} last" if steps else train)
-        faults.append(Fault(f"{option} {name}", expected or f"{there}, {others}", found, cure))
-        return base
-
+    base: Side, served: Sequence[str], run_dir: Path, saved: Sequence[Checkpoint], name: str
+) -> Side | str:
+    """The side that a name of the command line means, or what was found instead of one."""
     path = Path(name).expanduser()
     by_step = {checkpoint.step: checkpoint for checkpoint in saved}
     if name in (BASE, base.served_model):
@@ -237,34 +229,28 @@ def _find_side(
         spec = name.removeprefix(WORKFLOW_PREFIX)
         label = spec.rpartition(":")[2] or spec
         return replace(base, name=f"{BASE}, {label}", workflow=spec)
-    if name.endswith((".yaml", ".yml")) and not path.is_file():
-        return miss("no such file")
     if name.endswith((".yaml", ".yml")):
-        return replace(base, name=path.stem, config=path)
+        return replace(base, name=path.stem, config=path) if path.is_file() else "no such file"
     if (path / GRAPH_FILE).is_file():
         folder = path.resolve()
         return replace(base, name=f"{BASE}, {folder.name}", graph=folder)
-    if name in served:
-        return Side(name, served_model=name)
     if served:
-        cure = "serve the weights there, and name the model: --model BASE TUNED"
-        return miss("weights on disk", "a model named by --model", cure)
+        known = Side(name, served_model=name)
+        return known if name in served else "weights on disk, which --endpoint does not serve"
     if name == "last" and saved:
         return _of_run(saved[-1], "last")
     if name == "best" and saved:
         step = best_step(run_dir, list(by_step))
-        if step is None:
-            return miss("no checkpoint of the run was evaluated")
-        return _of_run(by_step[step], "best")
+        return _of_run(by_step[step], "best") if step else "no checkpoint was evaluated"
     if name.isdigit() and int(name) in by_step:
         return _of_run(by_step[int(name)])
     if not path.is_dir():
-        return miss("no such checkpoint")
+        return "no such checkpoint"
     path = path.resolve()
     if kind_of(path) is None:
         of_run = checkpoints(path)
         if not of_run:
-            return miss("a folder without weights")
+            return "a folder without weights"
         return replace(_of_run(of_run[-1]), name=f"{path.name}, step {of_run[-1].step}")
     if path.parent == run_dir.resolve() and re.fullmatch(rf"{STEP_PREFIX}\d+", path.name):
         return _of_run(Checkpoint(int(path.name.removeprefix(STEP_PREFIX)), path))
@@ -415,9 +401,7 @@ def with_prompts(
 ) -> tuple[Function, Mapping[str, Any]]:
     """The workflow, and the configuration's prompts, with those of a YAML file on top.
 
-    The file has the form of the configuration's prompts, perhaps under a key `prompts:`: texts by
-    operator, by `Operator.instance` or, for an operator graph, by the name of a constant of its
-    prompt file.
+    The file has the form of the configuration's prompts, perhaps under a key `prompts:`.
 
     Raises:
         BadInput: the file is no YAML mapping, or a prompt fits no operator or graph.
