@@ -96,13 +96,9 @@ class _Read:
 def write_report(
     run_dir: Path, config: Mapping[str, Any] | None = None, changes: Sequence[Any] = ()
 ) -> Path:
-    """Write the report of a run folder; returns its path.
-
-    Args:
-        config: the flattened configuration, for the settings table; secrets are masked and
-            functions left out.
-        changes: what validation changed: objects with key, before, after, why.
-    """
+    """Write the report of a run folder; returns its path. `config` is the flattened configuration
+    (secrets are masked, functions left out), `changes` what validation changed: objects with key,
+    before, after, why."""
     read = _Read(run_dir)
     settings = {
         str(key): plain_text(str(masked(str(key), value)))
@@ -186,12 +182,9 @@ def _measures(comparison: Comparison) -> list[tuple[str, Paired]]:
 
 
 def read_chain(folder: Path) -> tuple[list[dict[str, Any]], list[tuple[str, Comparison]]]:
-    """The stages of the chain in `folder` as they are shown, in their order, and for each task set
-    that several stages evaluated the first evaluation of the chain against its last.
-
-    `link` is relative to the folder, None before the stage ran; `scores` has a task set, its
-    items, and the mean score of its first and (None where there was one only) its last evaluation.
-    """
+    """The stages of a chain, and for each task set that several stages evaluated the first
+    evaluation of the chain against its last. `scores` of a stage has a task set, its items, and
+    the mean score of its first and (None where there was one only) its last evaluation."""
     lines = []
     of_chain: dict[str, list[tuple[str, Evaluation]]] = defaultdict(list)
     for entry in json.loads((folder / CHAIN_FILE).read_text("utf-8"))["stages"]:
@@ -238,18 +231,13 @@ def write_chain_report(folder: Path) -> Path:
 def chain_summary(folder: Path, report: Path) -> str:
     """What is printed at the end of a chain."""
     stages, compared = read_chain(folder)
-    rows = [("stage", "mode", "status", "steps", "held-out")]
+    table = []
     for line in stages:
-        scores = ", ".join(
-            f"{name} {before}" + (f" -> {after}" if after else "")
+        told = [f"{line['name']}: {line['mode']}, {line['status']}, steps {line['steps'] or '-'}"]
+        told += [
+            f"held-out {name} {before}" + (f" -> {after}" if after else "")
             for name, _, before, after in line["scores"]
-        )
-        told = (line["name"], line["mode"], line["status"])
-        rows.append((*told, line["steps"] or "-", scores or "-"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+        ]
+        table.append(", ".join(told))
     sentences = [f"{name}, over all stages: {found.verdict()}" for name, found in compared]
     return "\n".join([*table, "", *sentences, f"report:     {report}"])

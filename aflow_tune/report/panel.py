@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a live panel, or plain lines.
 
 `RunFollower` keeps the state of a run by reading what is new in `metrics.jsonl`, the evaluation
-records and the logs, so it works for every engine. `Panel` lives in the command's process and
+records, so it works for every engine. `Panel` lives in the command's process and
 only reads: on a terminal it redraws itself in place; in a notebook, a pipe or a log it prints one
 line for each event. Nothing that goes wrong here, a closed terminal included, may harm the run.
 """
@@ -9,7 +9,6 @@ line for each event. Nothing that goes wrong here, a closed terminal included, m
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import threading
 import time
@@ -34,9 +33,6 @@ from aflow_tune.report.records import EvalRecord, record_files
 from aflow_tune.report.statistics import mean
 
 _RECENT_STEPS = 10
-_WARNING = re.compile(rb"\b(?:WARNING|ERROR|CRITICAL) .*?\.py:\d+\]? (.*)")
-"""A line of Trinity's logs or of `driver.log`; the message follows the place in the source."""
-_NOT_NEWS = b"Save experiences in"
 _INTERVAL_SECONDS = 0.5
 _SIGN_OF_LIFE_SECONDS = 30.0
 """How often a log says how far a long evaluation is."""
@@ -57,19 +53,15 @@ class RunFollower:
     Args:
         since: evaluations not written to after this time (seconds since the epoch) are not
             under way, only left over from a run that was killed.
-        logs: whether to follow the logs for warnings, from now on.
     """
 
-    def __init__(self, run_dir: Path, *, since: float = 0.0, logs: bool = False) -> None:
+    def __init__(self, run_dir: Path, since: float = 0.0) -> None:
         self.run_dir = run_dir
-        self.warning: str | None = None
         self.held_out: dict[str, list[tuple[int, float]]] = {}
         self.evaluating = 0
         self._since = since
         self._metrics = LineTail(run_dir / FILE_NAME)
         self._records: dict[tuple[str, int], tuple[LineTail, dict[Any, float | None]]] = {}
-        self._follows_logs = logs
-        self._log_tails = {path: LineTail(path, at_end=True) for path in self._logs()}
         self._forget_metrics()
 
     def _forget_metrics(self) -> None:
@@ -100,11 +92,6 @@ class RunFollower:
         for line in filter(None, map(parse_line, lines)):
             self._take(line)
         self._read_records()
-        for path in self._logs():
-            for text in self._log_tails.setdefault(path, LineTail(path)).read()[0]:
-                found = _WARNING.search(text)
-                if found and _NOT_NEWS not in text:
-                    self.warning = found[1].decode(errors="replace").strip() or self.warning
         return self
 
     def _take(self, line: MetricsLine) -> None:
@@ -146,9 +133,6 @@ class RunFollower:
             elif scores and tail.path.exists() and tail.path.stat().st_mtime >= self._since:
                 self.evaluating = len({item for item, _ in scores})
 
-    def _logs(self) -> list[Path]:
-        return sorted((self.run_dir / "log").glob("*.log")) if self._follows_logs else []
-
 
 class Panel:
     """`with Panel(run_dir, total_steps) as panel: panel.phase("rolling out")`.
@@ -165,10 +149,10 @@ class Panel:
         self.console = console or Console()
         self.live: Any = None
         self._began = time.time()
-        self._run = RunFollower(run_dir, since=self._began, logs=True)
+        self._run = RunFollower(run_dir, since=self._began)
         self._phase = "starting"
         self._last_sign = self._began
-        self._printed: set[tuple[str, int | str]] = set()
+        self._printed: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="panel", daemon=True)
@@ -252,8 +236,6 @@ class Panel:
         for label, told in self._figures(run.now, run.failures):
             table.add_row(label, Text(told, style="yellow" if label == "failed" else ""))
         table.add_row("time", clock(time.time() - self._began) + self._left())
-        if run.warning:
-            table.add_row("warning", Text(_shortened(run.warning), style="yellow"))
         return Box(table, title="aflow-tune", subtitle=Text(self.run_dir.name), expand=False)
 
     def _print_lines(self) -> None:
@@ -268,8 +250,6 @@ class Panel:
                 self._once(("step", step), line + self._left())
         if run.evaluating and time.time() - self._last_sign > _SIGN_OF_LIFE_SECONDS:
             self._print(self._now())
-        if run.warning:
-            self._once(("warning", run.warning), f"warning: {_shortened(run.warning)}")
 
     def _figures(
         self, metrics: Mapping[str, float], failures: Mapping[str, float]
@@ -293,7 +273,7 @@ class Panel:
         if metrics.get(_SPEED):
             yield "sampling", f"{metrics[_SPEED]:.0f} tokens/s"
 
-    def _once(self, key: tuple[str, int | str], text: str) -> None:
+    def _once(self, key: tuple[str, int], text: str) -> None:
         if key not in self._printed:
             self._printed.add(key)
             self._print(text)
@@ -333,8 +313,3 @@ def _harmless() -> contextlib.suppress:
     after it sent the rest of standard output to nowhere.
     """
     return contextlib.suppress(Exception, SystemExit)
-
-
-def _shortened(text: str, width: int = 200) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= width else text[: width - 3] + "..."

@@ -74,11 +74,8 @@ def finished_evaluations(metrics: Mapping[str, float]) -> dict[str, int]:
 
 
 def sampling_speed(metrics: Mapping[str, float]) -> float | None:
-    """Sampled tokens a second, as logged or else from a rollout's tokens and time.
-
-    Its tokens / its calls x calls of the step / seconds: exact where every call has one choice and
-    no rollout failed.
-    """
+    """Sampled tokens a second, as logged or else tokens / calls of a rollout x calls of the step /
+    seconds: exact where every call has one choice and no rollout failed."""
     logged = metrics.get("rollout/tokens_per_second", metrics.get("explorer/tokens_per_second"))
     if logged is not None:
         return logged

@@ -459,7 +459,7 @@ def examples(rollouts: Rollouts) -> list[dict[str, Any]]:
             valid[rollout.structure].append(rollout)
         elif not rollout.valid and rollout.refusals:
             refused[rollout.refusals[0][0]].append(rollout)
-    found = []
+    found: list[dict[str, Any]] = []
     for title, groups in kinds.items():
         for most in sorted(groups.values(), key=len)[-1:]:
             most.sort(key=lambda r: -math.inf if r.reward is None else r.reward)
