@@ -44,13 +44,13 @@ BASE = "base"
 WORKFLOW_PREFIX = "workflow:"
 GRAPH_FILE = "graph.py"
 """A folder with this file is an operator graph."""
-_VARIED: Mapping[str, tuple[type, float, float, str]] = {
-    "temperature": (float, 0.0, 100.0, "0 or more"),
-    "top_p": (float, 1e-9, 1.0, "above 0, at most 1"),
-    "top_k": (int, 0, 10**9, "0 (off) or more"),
-    "max_tokens": (int, 1, 10**9, "1 or more"),
+_VARIED: Mapping[str, tuple[type, float, float]] = {
+    "temperature": (float, 0.0, 100.0),
+    "top_p": (float, 1e-9, 1.0),
+    "top_k": (int, 0, 10**9),
+    "max_tokens": (int, 1, 10**9),
 }
-"""What `--vary` takes: type, lowest, highest, and these in words."""
+"""What `--vary` takes: type, lowest, highest."""
 _BY_CONTENT = ("graph", "score", "operators", "clients")
 """Fields of functions that are objects: what is in them counts, not how it is written."""
 _AUXILIARY = ("model_path", "name", "temperature", "top_p", "max_response_tokens", "chat_template")
@@ -111,8 +111,8 @@ class Request:
     """What the command line asked for.
 
     `served_models` are names at the endpoint, the base model's first. `out` None is `eval` in the
-    run folder; `again`: rollouts that failed in an earlier command are made again; `cache`: where
-    answers of executors and judges are kept for the next evaluation, None: nowhere.
+    run folder; `again`: failed rollouts of an earlier command are made again; `cache`: where
+    answers of executors and judges are kept for the next evaluation.
     """
 
     config: Path
@@ -197,7 +197,7 @@ def _settings(request: Request, faults: list[Fault]) -> list[Column]:
             expected = f"KEY=V1,V2,... with KEY one of {', '.join(_VARIED)}, each once"
             faults.append(Fault(where, expected, repr(text), "--vary temperature=0.2,0.7,1.0"))
             continue
-        kind, low, high, expected = _VARIED[key]
+        kind, low, high = _VARIED[key]
         values: dict[tuple[str, float], None] = {}
         for part in listed.split(","):
             try:
@@ -206,7 +206,8 @@ def _settings(request: Request, faults: list[Fault]) -> list[Column]:
                     raise ValueError
                 values[key, value] = None
             except ValueError:
-                faults.append(Fault(where, f"numbers {expected}", repr(part), f"--vary {key}=..."))
+                expected = f"{kind.__name__} from {low:g} to {high:g}"
+                faults.append(Fault(where, expected, repr(part), f"--vary {key}=..."))
         varied[key] = list(values)
     for path in request.prompts:
         if not path.is_file():

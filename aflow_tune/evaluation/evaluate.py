@@ -142,9 +142,7 @@ async def _measure_all(
     progress: EvalProgress,
 ) -> None:
     """Make every rollout that has no record yet, columns with the same model after each other."""
-    kept = (
-        f"; every rollout that was finished is kept in {out}. The same command goes on from there."
-    )
+    kept = f"; finished rollouts are kept in {out}: the same command goes on from there"
     limit = sources[plan.columns[0]].config.budget.wall_seconds
     models = [(column.side.weights, column.side.config) for column in plan.columns]
     ordered = sorted(plan.columns, key=lambda c: models.index((c.side.weights, c.side.config)))

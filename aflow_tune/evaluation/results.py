@@ -44,8 +44,7 @@ class Cell:
     """One column on one task set, and all that is counted of its records.
 
     `pass_at` is pass@k over scored rollouts, `pass_at_all` with failed ones as unsolved (empty
-    where none failed), `measures` reward and every recorded metric over items. What a solved
-    rollout took is what all took, for each that was solved; None where it is not known.
+    where none failed), `measures` reward and every recorded metric over items.
 
     Args:
         rows: those of the task set by item.
@@ -146,8 +145,7 @@ class Difference:
 
 
 class Result:
-    """Everything that was measured. `facts` says with what, in the order in which it is shown;
-    `cells` are by task set, in the order of the columns."""
+    """Everything that was measured; `cells` are by task set, in the order of the columns."""
 
     def __init__(
         self,
@@ -223,9 +221,9 @@ def _plain(value: Any) -> Any:
 def measure_agents(
     records: Sequence[EvalRecord], rows: Mapping[int, Mapping[str, Any]], solved_at: float
 ) -> dict[str, dict[str, Any]]:
-    """The five measures of tool-using agents over the rollouts on rows that have `target_tools`
-    (a list of names, perhaps empty); empty without any. A rollout that failed counts in none. Of
-    each the `mean` and `std` (None for fewer than one or two rollouts) and the `count`.
+    """The five measures of tool-using agents over the rollouts, but for failed ones, on rows that
+    have `target_tools` (a list of names, perhaps empty); empty without any. Of each the `mean` and
+    `std` (None for fewer than one or two rollouts) and the `count`.
 
     - tool_selection_accuracy: F1 of the tools that were called against `target_tools`; where
       none was wanted, 1 if none was called, else 0.5.

@@ -1,10 +1,7 @@
 """What a rising reward may hide: warnings about a run, from its metrics and its records.
 
-A check warns only where chance is an unlikely reason, and says what it counted: a warning is a
-place to look at, not a verdict. Thresholds are the constants below.
-
-Not covered: a reward that pays for the wrong thing in training and on the held-out tasks alike,
-which no comparison of the two can show.
+A check warns only where chance is an unlikely reason, and says what it counted. Not covered: a
+reward that pays for the wrong thing in training and on the held-out tasks alike.
 """
 
 from __future__ import annotations
@@ -39,7 +36,6 @@ CHECKS = (
     "rewards for empty outputs and exceptions",
     "groups without variance",
 )
-"""What is looked for, in words."""
 GPU_CHECK = "use of the GPUs"
 
 _FAILED_USES = ("unreadable", "program_failed", "model_failed", "sandbox_unavailable", "raised")

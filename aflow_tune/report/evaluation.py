@@ -152,8 +152,8 @@ class Paired:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two evaluations of one task set. `primary` counts the items that both scored;
-    `failed_as_zero` all items, a failed rollout as 0, and is None where none failed."""
+    """Two evaluations of one task set. `primary` counts the items that both scored,
+    `failed_as_zero` (None where none failed) all items, a failed rollout as 0."""
 
     before: Evaluation
     after: Evaluation
@@ -183,10 +183,9 @@ class Comparison:
         word = "rose" if change.mean > 0 else "fell"
         if self.primary.direction:
             return f"Held-out score {word} {numbers}."
-        if change.low is None:
-            return f"Nothing is shown: held-out score went {numbers}; one item is too few."
         if not change.excludes_zero:
-            return f"No change shown: held-out score went {numbers}; the interval includes zero."
+            why = "one item is too few" if change.low is None else "the interval includes zero"
+            return f"No change shown: held-out score went {numbers}; {why}."
         return (
             f"Too few items to tell: held-out score {word} {numbers}, but chance "
             f"alone does as much (exact sign test, p = {self.primary.p_value:.2g})."

@@ -77,13 +77,9 @@ class _Read:
         if self.written:
             self.findings += audit_writer(self.written, self.evaluations)
             self.checks += WRITER_CHECKS
-        how = "evaluated twice with scored rollouts" if self.evaluations else "evaluated"
-        self.nothing = f"No held-out task set was {how}: nothing was shown about learning."
+        self.nothing = "No held-out task set was evaluated twice: nothing was shown about learning."
         of_steps = {x.step: found for x in self.lines if (found := failure_counts(x.metrics))}
-        totals: Counter[str] = Counter()
-        for found in of_steps.values():
-            totals.update(found)
-        self.failures = dict(totals.most_common())
+        self.failures = dict(sum(map(Counter, of_steps.values()), Counter()).most_common())
         """Failed rollouts of the whole training by kind, most frequent first."""
         places = {"merged": "export/merged", "adapter": "export/adapter", "monitor": "monitor"}
         there = {name: run_dir / place for name, place in places.items()}

@@ -307,9 +307,6 @@ def clock(seconds: float) -> str:
 
 
 def _harmless() -> contextlib.suppress:
-    """Keeps what goes wrong in showing from the run.
-
-    SystemExit is what rich raises when the reader of a pipe went away (`aflow-tune ... | head`),
-    after it sent the rest of standard output to nowhere.
-    """
+    """Keeps what goes wrong in showing from the run. SystemExit is what rich raises when the reader
+    of a pipe went away (`aflow-tune ... | head`)."""
     return contextlib.suppress(Exception, SystemExit)

@@ -1,10 +1,8 @@
 """The numbers that a person is shown, and the metrics that they are read from.
 
 Names differ between engines and versions, so each quantity lists its sources in order of
-preference; what a run does not log is absent, never zero. Panel and report both read from here.
-
-How much a run used its GPUs is in lines of the role `GPU_ROLE`: `gpu/use`, a mean share, and
-`gpu/seconds`, the time it was measured over, by which all means of it are weighted.
+preference; what a run does not log is absent, never zero. `gpu/use` is a mean share, `gpu/seconds`
+the time it was measured over, by which all means of it are weighted.
 """
 
 from __future__ import annotations

@@ -49,7 +49,6 @@ WRITER_CHECKS = (
     "one structure for everything",
     "an executor that fails",
 )
-"""What is looked for, in words."""
 MOST_NODES = 40
 """Larger graphs are not drawn."""
 
@@ -166,12 +165,10 @@ Rollouts = Sequence[WriterRollout]
 
 class WriterRecords:
     """All records of a run folder: of training by step, of held-out task sets by name and step.
-    Evaluations that were cut off or have no records are left out.
 
     `first` and `last` are the two ends of training (`first` is empty if there is one step),
-    `before` and `after` the first and last evaluations (`before` only of task sets that were
-    evaluated twice). `latest` is the newest picture of the policy: the last evaluations, or else
-    the last steps.
+    `before` and `after` the first and last evaluations (`before` of task sets that were evaluated
+    twice). `latest` is the newest picture: the last evaluations, or else the last steps.
     """
 
     def __init__(
@@ -228,10 +225,10 @@ def read_rollout(
 class Numbers:
     """What is counted of some rollouts, of which there is at least one.
 
-    Intervals are over tasks, the rollouts of a task being averaged first. `levels` and `fallbacks`
-    are shares of the rollouts, `refusals` the share that was told each kind, `structures` how many
-    valid graphs have which. `clean_score` counts a fallback's answer as 0. The cost of a solved
-    task is what all rollouts spent on executing for each that scored 1.
+    Intervals are over tasks, the rollouts of a task being averaged first. `levels`, `fallbacks` and
+    `refusals` (by kind) are shares of the rollouts, `structures` counts valid graphs, `shares` are
+    theirs. `clean_score` counts a fallback's answer as 0. The cost of a solved task is what all
+    rollouts spent on executing for each that scored 1.
     """
 
     def __init__(self, rollouts: Rollouts) -> None:
@@ -245,6 +242,8 @@ class Numbers:
         kinds = Counter(kind for r in rollouts for kind in {kind for kind, _ in r.refusals})
         self.refusals = {kind: count / len(rollouts) for kind, count in kinds.items()}
         self.structures = structures_of(rollouts)
+        total = self.structures.total()
+        self.shares = {key: count / total for key, count in self.structures.items()}
         self.score = task_interval(rollouts, lambda r: r.score)
         self.clean_score = task_interval(
             rollouts, lambda r: r.score if r.score is None or r.clean else 0.0
@@ -252,10 +251,6 @@ class Numbers:
         solved = sum(r.score is not None and r.score >= 1.0 for r in rollouts)
         self.usd_per_solved = per_solved(_sum_if_known(r.usd for r in rollouts), solved)
         self.tokens_per_solved = per_solved(_sum_if_known(r.tokens for r in rollouts), solved)
-
-    def structure_share(self, structure: str) -> float:
-        """Of the valid graphs."""
-        return self.structures[structure] / max(1, self.structures.total())
 
 
 def _sum_if_known(values: Iterable[float | None]) -> float | None:
@@ -420,7 +415,7 @@ def _rows(phases: Sequence[Numbers]) -> list[tuple[str, list[str]]]:
     structures: Counter[str] = Counter()
     for phase in phases:
         refusals.update(phase.refusals)
-        structures.update({key: phase.structure_share(key) for key in phase.structures})
+        structures.update(phase.shares)
     table: list[tuple[str, Callable[[Numbers], str]]] = [
         ("rollouts", lambda n: str(n.rollouts)),
         ("valid graphs", lambda n: n.valid.text()),
@@ -438,7 +433,7 @@ def _rows(phases: Sequence[Numbers]) -> list[tuple[str, list[str]]]:
         ),
         ("distinct structures", lambda n: str(len(n.structures))),
         *(
-            (f"valid graphs like {key}", lambda n, key=key: f"{n.structure_share(key):.0%}")
+            (f"valid graphs like {key}", lambda n, key=key: f"{n.shares.get(key, 0.0):.0%}")
             for key, _ in structures.most_common(_MOST_ROWS)
         ),
     ]

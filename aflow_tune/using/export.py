@@ -58,11 +58,8 @@ use), and `clean`, the share answered as written; `operators` are the call sites
 def export_checkpoint(
     run: Path, which: str, what: str, out: Path, *, config: Path | None = None
 ) -> Written:
-    """Write the adapter or the merged model of a checkpoint, of a run that may be going on, into
-    the new folder `out`.
-
-    Args:
-        which: last, best (by the run's own evaluations), or a step.
+    """Write the adapter or the merged model of a checkpoint (last, best by the run's own
+    evaluations, or a step) into the new folder `out`.
 
     Raises:
         BadInput: there is no such checkpoint, `out` exists, full weights have no adapter, or the
@@ -121,15 +118,9 @@ def export_workflows(
 ) -> Written:
     """Write the best workflows of a run, or of all stages of a chain, as rounds of AFlow.
 
-    Args:
-        out: gets `round_1` ... and the two lists; AFlow looks for it at
-            `workspace/DATASET/workflows`.
-        dataset: None for the one of that path, of the run's `writer.benchmark`, or a usual one
-            for the type of problem.
-        config: in place of the run's own, for its benchmark and the user's operators.
-
-    Raises:
-        BadInput: `out` holds rounds or lists already, or the run has no such workflow.
+    `dataset` None: the one of the path `DATASET/workflows`, of the run's `writer.benchmark`, or a
+    usual one for the type of problem. `config` is read in place of the run's own. Raises BadInput
+    if `out` holds rounds or lists already, or the run has no such workflow.
     """
     for there in [out / RESULTS, out / INDEX, *sorted(out.glob("round_*"))]:
         _refuse_existing(there)

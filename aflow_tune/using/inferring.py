@@ -183,10 +183,8 @@ class Inferer:
         await self._stack.aclose()
 
     async def solve(self, problem: Problem, sample: int = 0) -> Solved:
-        """Ask the policy, run what it writes, and where the truth is known, score the answer.
-
-        Args:
-            sample: another number draws other random numbers, the same one the same.
+        """Ask the policy, run what it writes, and where the truth is known, score the answer. The
+        same `sample` draws the same random numbers.
 
         Raises:
             ModelError: the policy did not answer.

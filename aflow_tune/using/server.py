@@ -78,12 +78,9 @@ _HEADERS = {
 class SolveServer:
     """Serves a solver. `run` returns when it was stopped.
 
-    Args:
-        solver: has `async def solve(problem: Problem) -> Solved`, for many problems at once.
-        title: what the policy is called.
-        at_once: problems that are worked on at the same time.
-        seconds: for one problem, the policy's writing and all fallbacks included.
-        private: texts that are in no answer, with what stands there instead.
+    `solver` has `async def solve(problem: Problem) -> Solved`; of its problems `at_once` are worked
+    on at the same time, `seconds` each at most. `private` are texts that are in no answer, with
+    what stands there instead.
     """
 
     def __init__(
@@ -107,11 +104,7 @@ class SolveServer:
         self._server: uvicorn.Server | None = None
 
     def listen(self) -> str:
-        """Take the port (0: a free one); returns the address to open.
-
-        Raises:
-            RunFailed: it cannot be bound.
-        """
+        """Take the port (0: a free one); returns the address to open. Raises RunFailed."""
         try:
             self._listener = bound_socket(self.host, self.port)
             self._listener.listen(MAX_CONNECTIONS)
@@ -237,10 +230,8 @@ class _Server(uvicorn.Server):
 
 @dataclass(frozen=True)
 class Guard:
-    """An ASGI application in front of `app`, which sees only what may come in.
-
-    `hosts` are the values of `Host` that are let in; None lets in all, which needs a `token`.
-    """
+    """An ASGI application in front of `app`, which sees only what may come in. `hosts` are the
+    values of `Host` that are let in; None lets in all, which needs a `token`."""
 
     app: ASGIApp
     hosts: frozenset[str] | None
@@ -303,11 +294,8 @@ def own_hosts(host: str, port: int) -> frozenset[str] | None:
 
 
 def token_for(host: str, variable: str | None) -> str | None:
-    """The token from the environment variable that was named.
-
-    Raises:
-        BadInput: off loopback without one, or the variable does not hold one.
-    """
+    """The token from the environment variable that was named. Raises BadInput off loopback without
+    one, or if the variable does not hold one."""
     if variable is None and is_loopback(host):
         return None
     if variable is None:

@@ -79,20 +79,16 @@ class Problem:
 def solved(
     problem: Problem, run: WriterRun, trace: Trace, started: float, seconds: float
 ) -> Solved:
-    """One problem, asked once, in the order in which it is read; `started` is a reading of the
-    monotonic clock.
+    """One problem, asked once; `started` is a reading of the monotonic clock.
 
-    - `answer` (None: no workflow gave one), `level` of the workflow that ran last with its meaning,
-      how it ended (a `GraphEnding` value) and why; `attempts` are all runs of a graph.
-    - `workflow`: what the policy wrote (`text`, in `turns` turns), how it was read (`form`: None
-      where nothing could be read), what the check said, and its drawings; `ran`: the workflow that
-      ran last, drawn if it is another.
-    - `usd`: what all answered calls of models cost (None: the price of one is not known; the policy
-      counts only where it has a price). `policy_tokens` are prompt and completion of the policy's
-      calls (None: not counted by its server), `tokens` and `model_calls` those of other models.
-    - `calls`: the events of the trace by their start: `kind` (model, operator, program, or workflow
-      for the run of its own code), `caller`, `start` after `started` and `seconds`; the rest
-      depends on the kind.
+    - `answer` is None where no workflow gave one; `level`, `ending` and `reason` are of the one
+      that ran last, `attempts` all runs of a graph.
+    - `workflow` is what the policy wrote (`form` None: unreadable) and what the check said of it,
+      `ran` the workflow that ran last, drawn if it is another.
+    - `usd` is what all answered calls cost (None: a price is not known; a policy without one does
+      not count). `policy_tokens` are prompt and completion of the policy (None: not counted by its
+      server), `tokens` and `model_calls` those of other models.
+    - `calls` are the events of the trace by their start, each with its `kind`.
 
     Where the truth is known, whoever scores the answer fills in `score`, `score_reason`, `reward`
     and its `parts`; None: not known.
