@@ -1,8 +1,5 @@
 """Writes what runs of a policy that writes workflows leave: records of training and evaluation.
-
-The graphs are real code that the graph room draws; the numbers are made up. For tests of
-whatever reads such run folders, without running anything.
-"""
+The graphs are real code; the numbers are made up."""
 
 from __future__ import annotations
 
@@ -98,18 +95,14 @@ def record(structure: str | None = "Custom", /, **changes: Any) -> dict[str, Any
     return {
         "problem": "What is 17 + 25?",
         "problem_type": "math",
-        "turns": 1,
         "text": code,
         "prompts": {"solve": "Solve step by step."},
         "code": code,
-        "form": "hybrid",
         "valid": structure is not None,
         "refusals": [],
-        "bound": None,
         "level": 0,
         "structure": structure,
         "operators": operators,
-        "nodes": sum(operators.values()),
         "ending": "answered",
         "reason": "",
         "answer": "42",
@@ -117,8 +110,6 @@ def record(structure: str | None = "Custom", /, **changes: Any) -> dict[str, Any
         "parts": {"correctness": 1.0, "efficiency": 0.5},
         "usd": 0.001,
         "tokens": 400,
-        "seconds": 2.0,
-        "calls": 1,
         **changes,
     }
 
@@ -204,9 +195,7 @@ def write_writer_run(
             return refused(refusal, problem_type=kind, level=draw.choice((1, 2, 3)))
         name = names[item % 3] if draw.random() < share else draw.choice(names)
         right = float(draw.random() < 0.4 + 0.5 * share)
-        words = "Solve." if step < steps / 2 else "Solve step by step, then check each number."
-        prompts = {"solve": words, **({"plan": f"Plan item {item}."} if name == names[2] else {})}
-        return record(name, problem_type=kind, score=right, answer=str(item), prompts=prompts)
+        return record(name, problem_type=kind, score=right, answer=str(item))
 
     for step in range(steps + 1):
         share = 0.15 + 0.75 * step / steps

