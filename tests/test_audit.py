@@ -60,16 +60,13 @@ def test_a_rising_reward_with_a_falling_score(
     ("check", "answers", "rewards", "told"),
     [
         (one_answer_dominates, ["42"] * 18 + ["1", "2"], (), "18 of 20"),
-        (one_answer_dominates, [str(n) for n in range(40)], (), None),
         (one_answer_dominates, ["yes"] * 22 + ["no"] * 18, (), None),  # 55%: no certainty
         (one_answer_dominates, ["42"] * (DOMINANT_ITEMS - 1), (), None),
         (one_answer_dominates, [""] * 40, (), None),  # empty ones are another check's
-        (one_answer_dominates, [None] * 40, (), None),
         (unearned_rewards, [""] * 5 + ["x"] * 15, [1.0] * 10 + [0.0] * 10, "5 of 10 rewarded"),
         (unearned_rewards, [""] * 2 + ["x"] * 18, [1.0] * 20, None),
         (unearned_rewards, [""] * 5 + ["x"] * 15, [0.05] * 5 + [1.0] * 15, None),
         (unearned_rewards, [""] * 20, [0.0] * 20, None),
-        (unearned_rewards, ["x"] * 20, [1.0] * 10 + [0.0] * 10, None),
     ],
 )
 def test_equal_answers_and_rewards_for_nothing(

@@ -140,10 +140,9 @@ def test_an_evaluation_may_keep_the_answers_of_other_models(
 
     kept = {"cache": str(tmp_path / "cache")}
     asked_policy = len(server.requests)
-    assert evaluate("first", **kept) == 1.0
-    assert judge.asked == 2  # one question asked twice has two answers
-    assert evaluate("again", **kept) == 1.0
-    assert judge.asked == 2
+    for name in ("first", "again"):
+        assert evaluate(name, **kept) == 1.0
+        assert judge.asked == 2  # one question asked twice has two answers
     assert len(server.requests) - asked_policy == 2  # the measured model is always asked
     assert evaluate("without") == 1.0
     assert judge.asked == 4

@@ -176,8 +176,6 @@ def test_a_batch_goes_on_where_it_was_stopped(
         (["--problem", "2?"], "--type"),
         (["--type", "math"], "a problem"),
         (["--problem", "  ", "--type", "math"], "not empty"),
-        (["--problem", "x" * 50_001, "--type", "math"], "at most 50000"),
-        (["--problem", "2?", "--type", "code", "--entry-point", "no name"], "name of a function"),
         (["--problem", "2?", "--type", "code", "--truth", "none.py"], "a file of tests"),
         (["--problem", "2?", "--batch", "rows.jsonl"], "either it or --batch"),
         (["--batch", "none.jsonl"], "a file with a problem a line"),
