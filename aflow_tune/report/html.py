@@ -229,11 +229,9 @@ def chain_summary(folder: Path, report: Path) -> str:
     stages, compared = read_chain(folder)
     table = []
     for line in stages:
-        told = [f"{line['name']}: {line['mode']}, {line['status']}, steps {line['steps'] or '-'}"]
-        told += [
-            f"held-out {name} {before}" + (f" -> {after}" if after else "")
-            for name, _, before, after in line["scores"]
-        ]
-        table.append(", ".join(told))
+        told = [line["name"], line["mode"], line["status"], line["steps"] or "-"]
+        for name, _, before, after in line["scores"]:
+            told.append(f"held-out {name} {before}" + (f" -> {after}" if after else ""))
+        table.append("  ".join(told))
     sentences = [f"{name}, over all stages: {found.verdict()}" for name, found in compared]
     return "\n".join([*table, "", *sentences, f"report:     {report}"])
