@@ -1,8 +1,5 @@
 """Writes what runs of a policy that writes workflows leave: records of training and evaluation.
-
-The graphs are real code that the graph room draws; the numbers are made up. For tests of
-whatever reads such run folders, without running anything.
-"""
+The graphs are real code; the numbers are made up."""
 
 from __future__ import annotations
 
@@ -48,33 +45,9 @@ VOTE = (
         return best["response"], 0
 """
 )
-PROGRAM = (
-    HEAD
-    + """\
-        self.plan = operator.Custom(self.llm)
-        self.run = operator.Programmer(self.llm)
-        self.check = operator.Review(self.llm)
-        self.repair = operator.Revise(self.llm)
-
-    async def __call__(self, problem):
-        plan = await self.plan(input=problem)
-        found = await self.run(problem=problem, analysis=plan["response"])
-        review = await self.check(problem=problem, solution=found["output"])
-        if not review["review_result"]:
-            better = await self.repair(
-                problem=problem, solution=found["output"], feedback=review["feedback"]
-            )
-            return better["solution"], 0
-        return found["output"], 0
-"""
-)
 GRAPHS: dict[str, tuple[str, dict[str, int]]] = {
     "Custom": (SINGLE, {"Custom": 1}),
     "Custom[3] > ScEnsemble": (VOTE, {"Custom": 1, "ScEnsemble": 1}),
-    "Custom > Programmer > Review > Revise": (
-        PROGRAM,
-        {"Custom": 1, "Programmer": 1, "Review": 1, "Revise": 1},
-    ),
 }
 """Structure to code and operators."""
 REFUSED = SINGLE.replace("operator.Custom", "operator.Solver")
@@ -98,18 +71,14 @@ def record(structure: str | None = "Custom", /, **changes: Any) -> dict[str, Any
     return {
         "problem": "What is 17 + 25?",
         "problem_type": "math",
-        "turns": 1,
         "text": code,
         "prompts": {"solve": "Solve step by step."},
         "code": code,
-        "form": "hybrid",
         "valid": structure is not None,
         "refusals": [],
-        "bound": None,
         "level": 0,
         "structure": structure,
         "operators": operators,
-        "nodes": sum(operators.values()),
         "ending": "answered",
         "reason": "",
         "answer": "42",
@@ -117,8 +86,6 @@ def record(structure: str | None = "Custom", /, **changes: Any) -> dict[str, Any
         "parts": {"correctness": 1.0, "efficiency": 0.5},
         "usd": 0.001,
         "tokens": 400,
-        "seconds": 2.0,
-        "calls": 1,
         **changes,
     }
 
@@ -126,18 +93,9 @@ def record(structure: str | None = "Custom", /, **changes: Any) -> dict[str, Any
 def refused(refusal: dict[str, Any] = UNKNOWN, /, **changes: Any) -> dict[str, Any]:
     """What a run keeps whose graph was refused and answered by the default workflow."""
     code = "" if refusal is UNREADABLE else REFUSED
-    return record(
-        None,
-        **{
-            "code": code,
-            "text": code or "I would first think about the sum.",
-            "prompts": {},
-            "refusals": [refusal],
-            "level": 3,
-            "score": 0.0,
-            **changes,
-        },
-    )
+    text = code or "I would first think about the sum."
+    told = {"code": code, "text": text, "prompts": {}, "refusals": [refusal]}
+    return record(None, **{**told, "level": 3, "score": 0.0, **changes})
 
 
 def reward_of(kept: dict[str, Any]) -> float:
@@ -192,7 +150,7 @@ def loaded(run_dir: Path) -> WriterRecords:
 def write_writer_run(
     run_dir: Path, *, steps: int = 20, runs: int = 16, items: int = 40, seed: int = 0
 ) -> Path:
-    """A run whose policy learns to write valid graphs, of three structures by problem type."""
+    """A run whose policy learns to write valid graphs, of two structures by problem type."""
     run_dir.mkdir(parents=True, exist_ok=True)
     draw = random.Random(seed)
     names = list(GRAPHS)
@@ -202,11 +160,9 @@ def write_writer_run(
         if draw.random() > share:
             refusal = UNREADABLE if draw.random() > share else UNKNOWN
             return refused(refusal, problem_type=kind, level=draw.choice((1, 2, 3)))
-        name = names[item % 3] if draw.random() < share else draw.choice(names)
+        name = names[item % 2] if draw.random() < share else draw.choice(names)
         right = float(draw.random() < 0.4 + 0.5 * share)
-        words = "Solve." if step < steps / 2 else "Solve step by step, then check each number."
-        prompts = {"solve": words, **({"plan": f"Plan item {item}."} if name == names[2] else {})}
-        return record(name, problem_type=kind, score=right, answer=str(item), prompts=prompts)
+        return record(name, problem_type=kind, score=right, answer=str(item))
 
     for step in range(steps + 1):
         share = 0.15 + 0.75 * step / steps

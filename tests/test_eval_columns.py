@@ -86,7 +86,6 @@ def test_settings_make_a_grid_with_pairs_of_equal_settings(run_dir: Path, tmp_pa
         ({"vary": ["heat=1"]}, "--vary heat=1", "heat=1"),
         ({"vary": ["temperature=warm"]}, "--vary temperature=warm", "warm"),
         ({"vary": ["top_p=0"]}, "--vary top_p=0", "0"),
-        ({"vary": ["max_tokens=1.5"]}, "--vary max_tokens=1.5", "1.5"),
         ({"vary": ["top_p=1", "top_p=0.5"]}, "--vary top_p=0.5", "top_p"),
         ({"prompts": [Path("p.yaml")]}, "--prompts p.yaml", "no such file"),
         ({"checkpoints": ["last"], "served_models": ["m"]}, "--checkpoint last", "weights on disk"),
@@ -106,5 +105,4 @@ def test_what_leads_nowhere_is_refused(
 def test_every_fault_is_told_at_once_with_the_checkpoints_that_exist(run_dir: Path) -> None:
     with pytest.raises(BadInput) as caught:
         plan(run_dir, checkpoints=["7", "last", "8"], vary=["x=1"])
-    assert len(caught.value.faults) == 3
-    assert "5, 10, 20" in caught.value.faults[0].expected
+    assert ["5, 10, 20" in fault.expected for fault in caught.value.faults] == [True, True, False]

@@ -236,12 +236,9 @@ def test_keys_are_sent_where_they_belong_and_kept_nowhere(
         (["--endpoint", "localhost:8000", "--model", "m"], "an http or https URL"),
         (["--endpoint", "http://127.0.0.1:9"], "no --model"),
         (["--model", "m"], "no --endpoint"),
-        (["--samples", "0"], "--samples 0"),
         (["--limit", "-1"], "1 or more"),
-        (["--checkpoint", "last"], "no such checkpoint"),
         (["buffer.explorer_input.eval_tasksets=[]"], "at least one held-out task set"),
         (["--compare", "base", "workflow:flow.py:nobody"], "nobody"),
-        (["workflow=gone.py:f"], "gone.py"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_with_exit_code_2(
@@ -272,9 +269,8 @@ def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(
             *("--endpoint", server.url, "--model", "small", "--json"),
         ]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        )
+        pipe = subprocess.PIPE
+        child = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
         columns = run_dir(tmp_path) / "eval" / "columns"
         deadline = time.monotonic() + 240
         while sum(len(read_records(path)) for path in columns.rglob("step_0.jsonl")) < 5:
@@ -357,9 +353,8 @@ def test_prompts_of_operators_are_columns(
     evaluate: Run, server: ScriptedServer, tmp_path: Path
 ) -> None:
     (tmp_path / "plain.yaml").write_text('Custom: "{instruction}{input}"\n')
-    (tmp_path / "marked.yaml").write_text(
-        'prompts: {Custom.solve: {main: "MARK {instruction} {input}"}}\n'
-    )
+    ours = 'prompts: {Custom.solve: {main: "MARK {instruction} {input}"}}\n'
+    (tmp_path / "marked.yaml").write_text(ours)
     server.answer = marked("MARK")
     files = (str(tmp_path / "plain.yaml"), str(tmp_path / "marked.yaml"))
     workflow = f"workflow={tmp_path}/flow.py:by_operator"

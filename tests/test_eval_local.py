@@ -102,17 +102,12 @@ def test_the_base_model_is_itself_again_after_full_weights(
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_and_a_strange_adapter_are_refused(
+def test_a_strange_adapter_is_refused(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damaged = shutil.copytree(run_dir(trained.parent) / "global_step_1", tmp_path / "damaged")
-    with (damaged / "weights.safetensors").open("r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"\x55")
     adapter = shutil.copytree(run_dir(trained.parent) / "export" / "adapter", tmp_path / "adapter")
     settings = json.loads((adapter / "adapter_config.json").read_text())
     settings["alpha_pattern"] = {"q_proj": 4}
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
-    for folder, code, said in ((damaged, 1, "SHA-256"), (adapter, 2, "alpha_pattern")):
-        assert main(["eval", str(trained), *OVERRIDES, "--checkpoint", str(folder)]) == code
-        assert said in capsys.readouterr().err
+    assert main(["eval", str(trained), *OVERRIDES, "--checkpoint", str(adapter)]) == 2
+    assert "alpha_pattern" in capsys.readouterr().err

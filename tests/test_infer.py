@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,19 +120,13 @@ def test_code_is_scored_by_a_file_of_tests(infer: Ask, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("problem", "limits"),
-    [
-        ("broken: 17 * 23?", {}),
-        ("patience: 17 * 23?", {"models.executor.timeout": 1}),
-    ],
+    [("broken: 17 * 23?", ()), ("patience: 17 * 23?", ("--set", "models.executor.timeout=1"))],
 )
 def test_no_answer_of_the_executor_is_exit_code_1_and_no_reward(
-    infer: Ask, problem: str, limits: dict[str, float]
+    infer: Ask, problem: str, limits: tuple[str, ...]
 ) -> None:
-    settings = [part for name, value in limits.items() for part in ("--set", f"{name}={value}")]
-    code, got = infer(problem, "--truth", "391", *settings)
-    assert code == 1
-    assert got["answer"] is None
-    assert got["answered"] is False
+    code, got = infer(problem, "--truth", "391", *limits)
+    assert (code, got["answer"], got["answered"]) == (1, None, False)
     assert (got["score"], got["reward"]) == (None, None)  # nobody's doing
     assert "no call of the executor was answered" in got["score_reason"]
 
@@ -183,17 +176,11 @@ def test_a_batch_goes_on_where_it_was_stopped(
         (["--problem", "2?"], "--type"),
         (["--type", "math"], "a problem"),
         (["--problem", "  ", "--type", "math"], "not empty"),
-        (["--problem", "x" * 50_001, "--type", "math"], "at most 50000"),
-        (["--problem", "2?", "--type", "code", "--entry-point", "no name"], "name of a function"),
         (["--problem", "2?", "--type", "code", "--truth", "none.py"], "a file of tests"),
         (["--problem", "2?", "--batch", "rows.jsonl"], "either it or --batch"),
         (["--batch", "none.jsonl"], "a file with a problem a line"),
-        (["--problem", "2?", "--type", "math", "--samples", "0"], "1 or more"),
         (["--problem", "2?", "--type", "math", "--set", "writer.turns=x"], "writer.turns"),
-        (
-            ["--problem", "2?", "--type", "math", "--config", "PLAIN"],
-            "not trained to write workflows",
-        ),
+        (["--problem", "2?", "--type", "math", "--config", "PLAIN"], "not trained to write"),
     ],
 )
 def test_input_that_is_refused(
@@ -229,71 +216,49 @@ def test_the_rule_that_scores_a_truth(
     assert fields.items() <= row.items()
 
 
-SAME = ("--set", "deterministic=true", "--temperature", "0")
-"""Fp32, no batching effects, the likeliest token: equal weights write equal texts."""
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
-    """A run folder with two checkpoints of an adapter and its exports."""
-    root = tmp_path_factory.mktemp("infer_local")
-    folder = root / "run"
-    folder.mkdir()
-    config = load_config(write_config(root, "http://127.0.0.1:9", tiny_model_dir))
-    # Its task sets are gone and its paths go out from the YAML: asking needs no more than that.
-    (root / "score.py").write_text("def score(row, answer):\n    return 1.0\n")
+def test_a_run_is_asked_by_what_it_left(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its task sets are gone, and its paths go out from the YAML."""
+    run = tmp_path / "run"
+    run.mkdir()
+    config = load_config(write_config(tmp_path, "http://127.0.0.1:9", tiny_model_dir))
+    (tmp_path / "score.py").write_text("def score(row, answer):\n    return 1.0\n")
     config.writer.benchmark, config.writer.score = None, "score.py:score"
-    (root / "short.txt").write_text("Write a workflow: {problem}")
+    (tmp_path / "short.txt").write_text("Write a workflow: {problem}")
     config.writer.prompt = "short.txt"
-    save_resolved(config, [], folder / "resolved.yaml")
-    for step in (1, 2):
-        settings = TrainerSettings(lora=LoraSpec(4, 8), seed=step)
-        trainer = LocalTrainer(tiny_model_dir, replace(settings))
-        assert trainer.peft is not None
-        with torch.no_grad():  # B is zero at first, which would change nothing
-            for name, parameter in trainer.peft.named_parameters():
-                if "lora_B" in name:
-                    parameter.fill_(0.2 * step)
-        trainer.save(folder / f"global_step_{step}")
-    trainer.export_peft(folder / "export" / "adapter")
-    trainer.export_merged(folder / "export" / "merged")
-    return folder
-
-
-@pytest.fixture
-def ask(run: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """What a checkpoint writes, and the whole result. The executor is scripted."""
-
-    def infer(*checkpoint: str) -> dict[str, Any]:
+    save_resolved(config, [], run / "resolved.yaml")
+    trainer = LocalTrainer(tiny_model_dir, TrainerSettings(lora=LoraSpec(4, 8)))
+    assert trainer.peft is not None
+    with torch.no_grad():  # B is zero at first, which would change nothing
+        for name, parameter in trainer.peft.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.4)
+    trainer.save(run / "global_step_2")
+    texts = []
+    for model in (("--checkpoint", str(run)), ("--config", str(run / "resolved.yaml"))):
         capsys.readouterr()
         with ScriptedServer(executor) as server:
-            address = ("--set", f"models.executor.base_url={server.url}/v1")
+            address = ("--set", f"models.executor.base_url={server.url}/v1", "--temperature", "0")
             problem = ("--type", "qa", "--problem", "Where?", "--truth", "The answer is 391")
-            assert main(["infer", *checkpoint, *address, *SAME, *problem, "--json"]) == 0
-        result: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return result
-
-    return infer
-
-
-@pytest.mark.slow
-def test_every_form_of_the_same_weights_writes_the_same(run: Path, ask: Any) -> None:
-    newest = ask("--checkpoint", str(run))
-    text = newest["workflow"]["text"]
-    assert text
-    assert newest["level"] == 3  # random weights write no workflow
-    assert newest["answer"] == "The answer is 391"
-    assert newest["score"] == 1.0
-    assert newest["policy_tokens"] > len("Write a workflow: Where?")
-    for folder in ("global_step_2", "export/adapter", "export/merged"):
-        assert ask("--checkpoint", str(run / folder))["workflow"]["text"] == text
-    others = [ask("--checkpoint", str(run / "global_step_1"))]
-    others.append(ask("--config", str(run / "resolved.yaml")))
-    texts = {text, *(other["workflow"]["text"] for other in others)}
-    assert len(texts) == 3  # another step, and the base model, write something else
+            assert main(["infer", *model, *address, *problem, "--json"]) == 0
+        got = json.loads(capsys.readouterr().out)
+        assert (got["level"], got["score"]) == (3, 1.0)  # random weights write no workflow
+        assert got["policy_tokens"] > len("Write a workflow: Where?")
+        texts.append(got["workflow"]["text"])
+    assert texts[0] != texts[1]  # the base model writes something else
 
 
-def test_what_a_folder_means(run: Path, tmp_path: Path) -> None:
+def test_what_a_folder_means(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for place, file in (
+        ("global_step_1", "manifest.json"),
+        ("global_step_2", "manifest.json"),
+        ("export/adapter", "adapter_config.json"),
+    ):
+        (run / place).mkdir(parents=True)
+        (run / place / file).write_text("{}")
+    (run / "resolved.yaml").write_text("")
     assert find_weights(run).name == "run/global_step_2"
     assert find_weights(run / "global_step_1").name == "run/global_step_1"
     assert find_weights(run / "export" / "adapter").name == "run/export/adapter"
@@ -304,12 +269,9 @@ def test_what_a_folder_means(run: Path, tmp_path: Path) -> None:
     chain = tmp_path / "chain"
     for name in ("sft", "grpo"):
         shutil.copytree(run, chain / name)
-    (chain / "evaluation").mkdir()
     stages = [{"name": name} for name in ("warm_up", "sft", "grpo", "evaluation")]
     (chain / "chain.json").write_text(json.dumps({"stages": stages}))
     assert find_weights(chain).name == "grpo/global_step_2"
-    shutil.rmtree(chain / "grpo" / "global_step_2")
-    assert find_weights(chain).name == "grpo/global_step_1"
     (chain / "chain.json").write_text("[]")
     with pytest.raises(BadInput, match="chain"):
         find_weights(chain)

@@ -51,9 +51,7 @@ def _append_many(arguments: tuple[Path, str]) -> None:
 def test_two_processes_never_mix_their_lines(tmp_path: Path) -> None:
     with multiprocessing.get_context("fork").Pool(2) as pool:
         pool.map(_append_many, [(tmp_path, "explorer"), (tmp_path, "trainer")])
-    lines = read_metrics(tmp_path)
-    assert len(lines) == 200
-    assert all(len(line.metrics) == 20 for line in lines)
+    assert [len(line.metrics) for line in read_metrics(tmp_path)] == [20] * 200
 
 
 RECORD = EvalRecord(
@@ -83,9 +81,6 @@ def test_damaged_records(tmp_path: Path) -> None:
         read_records(path)
     newer = line.replace(b'"step": 4', b'"step": 4, "colour": "red"')
     assert EvalRecord.from_line(newer) == RECORD
-    for damaged, word in (b'{"step": 4}', "taskset"), (b"[]", "object"):
-        with pytest.raises(ValueError, match=word):
-            EvalRecord.from_line(damaged)
 
 
 def _monitor(run_dir: Path):  # type: ignore[no-untyped-def]

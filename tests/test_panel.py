@@ -21,7 +21,7 @@ def lines_of(output: io.StringIO) -> list[str]:
 
 def test_progress_of_a_whole_run(tmp_path: Path) -> None:
     run = RunFollower(write_fake_run(tmp_path / "run")).update()
-    assert (run.step, max(run.rewards), run.evaluated_now) == (6, 6, 0)
+    assert (run.step, max(run.rewards), run.evaluating) == (6, 6, 0)
     assert run.now[REWARD] == pytest.approx(0.8)
     assert run.failures == {"raised": 1.0}
     assert [step for step, _ in run.held_out[TASKSET]] == [0, 3, 6]
@@ -50,7 +50,7 @@ def test_the_state_is_shown_and_old_news_is_not(tmp_path: Path, width: int | Non
         write_evaluation(tmp_path, 1, [1.0, 0.0, 0.0, 0.0])
         panel.phase("rolling out")
         write_step(tmp_path, 2, 0.5, timed_out=3.0)
-        panel.warn("[bold]not markup")
+        panel.phase("[bold]not markup")
         panel.update()
         panel.update()
     text = output.getvalue()
@@ -58,31 +58,15 @@ def test_the_state_is_shown_and_old_news_is_not(tmp_path: Path, width: int | Non
     if width is None:
         first, *between, last = lines_of(output)
         assert (first, last) == ("loading the model", "done")
-        held_out, step, warning = sorted(between)  # nothing is told twice
+        phase, held_out, step = sorted(between)  # nothing is told twice
         assert held_out == f"held-out 0.250 at step 1 [{TASKSET}]"
         assert step.startswith("step 2/4  reward 0.500 (75% mixed, 12% all best, 12% all worst)")
-        assert warning == "warning: [bold]not markup"
+        assert phase == "[bold]not markup"
         assert "\x1b" not in text
         told += ["failed 3 timed_out", "320 tokens/s"]
     elif width > 24:
-        told += ["2 of 4", "75% mixed", "3 timed_out", "320 tokens/s", "[bold]not markup"]
+        told += ["2 of 4", "75% mixed", "3 timed_out", "320 tokens/s"]
     assert [word for word in told if word not in text] == []
-
-
-def test_warnings_of_the_logs_are_shown_from_now_on(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.mkdir()
-    (log / "explorer.log").write_text("WARNING 11-21 05:54:34 [queue.py:349] old news\n")
-    output = io.StringIO()
-    with Panel(tmp_path, 4, Console(file=output)) as panel:
-        with (log / "explorer.log").open("a") as file:
-            file.write("INFO 11-21 05:54:34 [a.py:1] fine\n")
-            file.write("WARNING 11-21 05:54:34 [queue.py:349] Save experiences in x\n")
-            file.write("ERROR 11-21 05:54:34 [b.py:2] the disk is full\n")
-        panel.update()
-        (log / "driver.log").write_text("2026-11-21 05:54 WARNING trinity c.py:3 slow network\n")
-    warnings = [line for line in lines_of(output) if "warning" in line]
-    assert warnings == ["warning: the disk is full", "warning: slow network"]
 
 
 class Broken(io.StringIO):
@@ -99,5 +83,5 @@ def test_neither_broken_files_nor_a_closed_terminal_harm_the_run(
     (tmp_path / "metrics.jsonl").mkdir()
     (tmp_path / "evaluations").write_text("not a folder")
     with Panel(tmp_path, 4, Console(file=Broken(), force_terminal=terminal)) as panel:
-        panel.warn("nobody reads this")
+        panel.phase("nobody reads this")
         panel.update()

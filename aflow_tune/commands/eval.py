@@ -141,8 +141,7 @@ def _run(options: argparse.Namespace) -> int:
         again=options.retry_failed,
         cache=options.cache,
     )
-    with EvalProgress(Console(stderr=options.json)) as progress:
-        result, out = evaluate(request, progress)
+    result, out = evaluate(request, EvalProgress(Console(stderr=options.json)))
     if options.json:
         print_json(result.to_json())
     else:

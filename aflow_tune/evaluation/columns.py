@@ -1,11 +1,10 @@
 """What an evaluation compares: one column for each pair of weights and workflow, and settings;
 and what each column is measured from.
 
-Names of the command line become columns here, and every name that leads nowhere is refused
-together with what there is. The base model is always the first column. A column's folder is named
-after everything that its records depend on and that can be seen from here, so that records are
-taken up again exactly where they still hold. What a function does beyond its own files, such as a
-server that it asks, is not seen.
+The base model is always the first column. A column's folder is named after everything that its
+records depend on and that can be seen from here, so that records are taken up again exactly where
+they still hold. What a function does beyond its own files, such as a server that it asks, is not
+seen.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ BASE = "base"
 WORKFLOW_PREFIX = "workflow:"
 GRAPH_FILE = "graph.py"
 """A folder with this file is an operator graph."""
-_VARIED: Mapping[str, tuple[type, float, float, str]] = {
-    "temperature": (float, 0.0, 100.0, "0 or more"),
-    "top_p": (float, 1e-9, 1.0, "above 0, at most 1"),
-    "top_k": (int, 0, 10**9, "0 (off) or more"),
-    "max_tokens": (int, 1, 10**9, "1 or more"),
+_VARIED: Mapping[str, tuple[type, float, float]] = {
+    "temperature": (float, 0.0, 100.0),
+    "top_p": (float, 1e-9, 1.0),
+    "top_k": (int, 0, 10**9),
+    "max_tokens": (int, 1, 10**9),
 }
-"""What `--vary` takes: type, lowest, highest, and these in words."""
+"""What `--vary` takes: type, lowest, highest."""
 _BY_CONTENT = ("graph", "score", "operators", "clients")
 """Fields of functions that are objects: what is in them counts, not how it is written."""
 _AUXILIARY = ("model_path", "name", "temperature", "top_p", "max_response_tokens", "chat_template")
@@ -112,8 +111,8 @@ class Request:
     """What the command line asked for.
 
     `served_models` are names at the endpoint, the base model's first. `out` None is `eval` in the
-    run folder; `again`: rollouts that failed in an earlier command are made again; `cache`: where
-    answers of executors and judges are kept for the next evaluation, None: nowhere.
+    run folder; `again`: failed rollouts of an earlier command are made again; `cache`: where
+    answers of executors and judges are kept for the next evaluation.
     """
 
     config: Path
@@ -148,7 +147,19 @@ def make_plan(request: Request, run_dir: Path) -> Plan:
     served = request.served_models
     base = Side(BASE, served_model=served[0] if served else None)
     saved = checkpoints(run_dir) if run_dir.is_dir() else []
-    find = functools.partial(_find_side, base, served, run_dir, saved, faults)
+
+    def find(name: str, option: str) -> Side:
+        found = _find_side(base, served, run_dir, saved, name)
+        if isinstance(found, Side):
+            return found
+        steps = ", ".join(str(checkpoint.step) for checkpoint in saved) or f"none in {run_dir}"
+        expected = (
+            f"base, last, best, a step ({steps}), a folder with weights or an operator graph, "
+            "workflow:FILE.py:FUNCTION, a YAML, or a model named by --model"
+        )
+        faults.append(Fault(f"{option} {name}", expected, found, "name one of these"))
+        return base
+
     compared = [find(name, "--compare") for name in request.compare]
     chosen = [
         base,
@@ -186,7 +197,7 @@ def _settings(request: Request, faults: list[Fault]) -> list[Column]:
             expected = f"KEY=V1,V2,... with KEY one of {', '.join(_VARIED)}, each once"
             faults.append(Fault(where, expected, repr(text), "--vary temperature=0.2,0.7,1.0"))
             continue
-        kind, low, high, expected = _VARIED[key]
+        kind, low, high = _VARIED[key]
         values: dict[tuple[str, float], None] = {}
         for part in listed.split(","):
             try:
@@ -195,7 +206,8 @@ def _settings(request: Request, faults: list[Fault]) -> list[Column]:
                     raise ValueError
                 values[key, value] = None
             except ValueError:
-                faults.append(Fault(where, f"numbers {expected}", repr(part), f"--vary {key}=..."))
+                expected = f"{kind.__name__} from {low:g} to {high:g}"
+                faults.append(Fault(where, expected, repr(part), f"--vary {key}=..."))
         varied[key] = list(values)
     for path in request.prompts:
         if not path.is_file():
@@ -207,28 +219,9 @@ def _settings(request: Request, faults: list[Fault]) -> list[Column]:
 
 
 def _find_side(
-    base: Side,
-    served: Sequence[str],
-    run_dir: Path,
-    saved: Sequence[Checkpoint],
-    faults: list[Fault],
-    name: str,
-    option: str,
-) -> Side:
-    """The side that a name of the command line means; what is wrong with it joins the faults."""
-
-    def miss(found: str, expected: str = "", cure: str = "") -> Side:
-        steps = ", ".join(str(checkpoint.step) for checkpoint in saved)
-        none, train = (
-            f"base (no checkpoint is in {run_dir})",
-            "train, or name a folder with weights",
-        )
-        there = f"base, last, best, a step ({steps})" if steps else none
-        others = "a folder with weights or an operator graph, workflow:FILE.py:FUNCTION, or a YAML"
-        cure = cure or (f"{option} last" if steps else train)
-        faults.append(Fault(f"{option} {name}", expected or f"{there}, {others}", found, cure))
-        return base
-
+    base: Side, served: Sequence[str], run_dir: Path, saved: Sequence[Checkpoint], name: str
+) -> Side | str:
+    """The side that a name of the command line means, or what was found instead of one."""
     path = Path(name).expanduser()
     by_step = {checkpoint.step: checkpoint for checkpoint in saved}
     if name in (BASE, base.served_model):
@@ -237,34 +230,28 @@ def _find_side(
         spec = name.removeprefix(WORKFLOW_PREFIX)
         label = spec.rpartition(":")[2] or spec
         return replace(base, name=f"{BASE}, {label}", workflow=spec)
-    if name.endswith((".yaml", ".yml")) and not path.is_file():
-        return miss("no such file")
     if name.endswith((".yaml", ".yml")):
-        return replace(base, name=path.stem, config=path)
+        return replace(base, name=path.stem, config=path) if path.is_file() else "no such file"
     if (path / GRAPH_FILE).is_file():
         folder = path.resolve()
         return replace(base, name=f"{BASE}, {folder.name}", graph=folder)
-    if name in served:
-        return Side(name, served_model=name)
     if served:
-        cure = "serve the weights there, and name the model: --model BASE TUNED"
-        return miss("weights on disk", "a model named by --model", cure)
+        known = Side(name, served_model=name)
+        return known if name in served else "weights on disk, which --endpoint does not serve"
     if name == "last" and saved:
         return _of_run(saved[-1], "last")
     if name == "best" and saved:
         step = best_step(run_dir, list(by_step))
-        if step is None:
-            return miss("no checkpoint of the run was evaluated")
-        return _of_run(by_step[step], "best")
+        return _of_run(by_step[step], "best") if step else "no checkpoint was evaluated"
     if name.isdigit() and int(name) in by_step:
         return _of_run(by_step[int(name)])
     if not path.is_dir():
-        return miss("no such checkpoint")
+        return "no such checkpoint"
     path = path.resolve()
     if kind_of(path) is None:
         of_run = checkpoints(path)
         if not of_run:
-            return miss("a folder without weights")
+            return "a folder without weights"
         return replace(_of_run(of_run[-1]), name=f"{path.name}, step {of_run[-1].step}")
     if path.parent == run_dir.resolve() and re.fullmatch(rf"{STEP_PREFIX}\d+", path.name):
         return _of_run(Checkpoint(int(path.name.removeprefix(STEP_PREFIX)), path))
@@ -415,9 +402,7 @@ def with_prompts(
 ) -> tuple[Function, Mapping[str, Any]]:
     """The workflow, and the configuration's prompts, with those of a YAML file on top.
 
-    The file has the form of the configuration's prompts, perhaps under a key `prompts:`: texts by
-    operator, by `Operator.instance` or, for an operator graph, by the name of a constant of its
-    prompt file.
+    The file has the form of the configuration's prompts, perhaps under a key `prompts:`.
 
     Raises:
         BadInput: the file is no YAML mapping, or a prompt fits no operator or graph.

@@ -1,8 +1,7 @@
 """One evaluation from a command line to its result: what follows what.
 
 Every column keeps its records in a folder of its own, named after everything that decides them
-(`columns.py`). The same command therefore goes on where it was stopped, and another one that
-shares a column measures only what is new.
+(`columns.py`), so the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -59,30 +58,15 @@ from aflow_tune.trace import POLICY
 JSON_NAME = "eval.json"
 OUT_NAME = "eval"
 """The folder below the run folder that an evaluation is kept in if none is named."""
-_LINE_SECONDS = 15.0
-"""How often a log is told how far a column is."""
+_LINE_SECONDS = 5.0
+"""How often it is said how far a column is."""
 
 
 class EvalProgress:
-    """How far an evaluation is: a bar for each column on a terminal, a line now and then
-    elsewhere. A context manager; `console` is rich's."""
+    """Says on `console`, which is rich's, how far an evaluation is."""
 
     def __init__(self, console: Any) -> None:
         self.console = console
-        self._bars: Any = None
-
-    def __enter__(self) -> EvalProgress:
-        if self.console.is_terminal and not self.console.is_dumb_terminal:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-            parts = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bars = Progress(*parts, console=self.console)
-            self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bars is not None:
-            self._bars.stop()
 
     def say(self, text: str) -> None:
         """One line."""
@@ -95,18 +79,15 @@ class EvalProgress:
         if done:
             self.say(f"{name}: {done} of {total} rollouts are there from an earlier command")
         started = said = time.monotonic()
-        count, bar = done, None
-        if self._bars is not None and done < total:
-            bar = self._bars.add_task(name.replace("[", "\\["), total=total, completed=done)
+        count = done
 
         def advance() -> None:
             nonlocal count, said
             count += 1
-            if bar is not None:
-                self._bars.advance(bar)
-            elif count < total and time.monotonic() - said > _LINE_SECONDS:
+            if count < total and time.monotonic() - said > _LINE_SECONDS:
                 said = time.monotonic()
-                self.say(f"{name}: {count} of {total} rollouts")
+                left = (said - started) / (count - done) * (total - count)
+                self.say(f"{name}: {count} of {total} rollouts, about {left:.0f} s left")
 
         yield advance
         if done < total:
@@ -161,9 +142,7 @@ async def _measure_all(
     progress: EvalProgress,
 ) -> None:
     """Make every rollout that has no record yet, columns with the same model after each other."""
-    kept = (
-        f"; every rollout that was finished is kept in {out}. The same command goes on from there."
-    )
+    kept = f"; finished rollouts are kept in {out}: the same command goes on from there"
     limit = sources[plan.columns[0]].config.budget.wall_seconds
     models = [(column.side.weights, column.side.config) for column in plan.columns]
     ordered = sorted(plan.columns, key=lambda c: models.index((c.side.weights, c.side.config)))

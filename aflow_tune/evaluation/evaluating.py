@@ -1,9 +1,7 @@
 """Runs a workflow on held-out tasks without training: no Ray, no trainer, no queue.
 
-The workflow runs in the same adapter as in a run, gets the same recording model, and leaves the
-same records, so an evaluation made here and one made by a run can be compared. Seeds depend on
-task set, task, rollout and what is asked, never on the weights: two evaluations of one task set
-draw the same random numbers.
+Adapter, recording model and records are those of a run, so its evaluations and these can be
+compared. Seeds depend on task set, task, rollout and what is asked, never on the weights.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ RolloutKey = tuple[str, int, int]
 
 
 class LocalModels:
-    """The local sampler with the weights that are asked for; one base model at a time. Leaving
-    the context frees everything."""
+    """The local sampler with the weights that are asked for; one base model at a time."""
 
     def __init__(self) -> None:
         self._model: tuple[SamplerHost, InlineModel] | None = None
@@ -126,9 +123,8 @@ async def read_tasks(config: AflowConfig) -> dict[str, list[Task]]:
 
 @dataclass
 class Batch:
-    """One workflow with one model on all tasks. `arguments` are the adapter's `workflow_args`;
-    `sampling` overrides fields of the tasks' `rollout_args`; `folder` gets the records, under the
-    number `step`."""
+    """One workflow with one model on all tasks. `arguments` are the adapter's `workflow_args`,
+    `sampling` overrides the tasks' `rollout_args`, `folder` gets the records of `step`."""
 
     model: ModelWrapper
     auxiliary: list[ModelWrapper]

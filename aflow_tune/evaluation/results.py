@@ -1,9 +1,8 @@
 """What an evaluation found: a cell for each column on each task set, and the comparisons; and how
 people are shown it, on a terminal and as `eval.html`.
 
-Computed from the records by `aflow_tune.report`; nothing is measured here. `to_json` is what
-`eval.json` holds (its keys call a rollout a run). A number that is not known is said to be unknown;
-one that nothing was counted for is a dash.
+Computed from the records; nothing is measured here. `to_json` is what `eval.json` holds (its keys
+call a rollout a run).
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from aflow_tune.evaluation.columns import Column, Plan
 from aflow_tune.report.audit import audit_evaluation
-from aflow_tune.report.charts import interval_chart, number
+from aflow_tune.report.charts import number
 from aflow_tune.report.evaluation import (
     Comparison,
     Evaluation,
@@ -40,16 +37,14 @@ VERSION = 1
 """Of the form of `eval.json`."""
 PAGE_NAME = "eval.html"
 NOTHING, UNKNOWN = "-", "unknown"
-_MOST_MEASURES = _MOST_CALLERS = 12
-_COLOURS = 6
+_MOST_MEASURES = 12
 
 
 class Cell:
     """One column on one task set, and all that is counted of its records.
 
     `pass_at` is pass@k over scored rollouts, `pass_at_all` with failed ones as unsolved (empty
-    where none failed), `measures` reward and every recorded metric over items. What a solved
-    rollout took is what all took, for each that was solved; None where it is not known.
+    where none failed), `measures` reward and every recorded metric over items.
 
     Args:
         rows: those of the task set by item.
@@ -150,8 +145,7 @@ class Difference:
 
 
 class Result:
-    """Everything that was measured. `facts` says with what, in the order in which it is shown;
-    `cells` are by task set, in the order of the columns."""
+    """Everything that was measured; `cells` are by task set, in the order of the columns."""
 
     def __init__(
         self,
@@ -227,9 +221,9 @@ def _plain(value: Any) -> Any:
 def measure_agents(
     records: Sequence[EvalRecord], rows: Mapping[int, Mapping[str, Any]], solved_at: float
 ) -> dict[str, dict[str, Any]]:
-    """The five measures of tool-using agents over the rollouts on rows that have `target_tools`
-    (a list of names, perhaps empty); empty without any. A rollout that failed counts in none. Of
-    each the `mean` and `std` (None for fewer than one or two rollouts) and the `count`.
+    """The five measures of tool-using agents over the rollouts, but for failed ones, on rows that
+    have `target_tools` (a list of names, perhaps empty); empty without any. Of each the `mean` and
+    `std` (None for fewer than one or two rollouts) and the `count`.
 
     - tool_selection_accuracy: F1 of the tools that were called against `target_tools`; where
       none was wanted, 1 if none was called, else 0.5.
@@ -274,20 +268,16 @@ def rows(cells: Sequence[Cell], score: str) -> list[tuple[str, list[str]]]:
     def interval(found: Interval | None) -> str:
         return NOTHING if found is None else found.text()
 
-    def per_rollout(cell: Cell, amount: int | None) -> str:
-        return UNKNOWN if amount is None else number(amount / max(1, cell.usage.runs))
+    def amount(value: float | None, of: int = 1) -> str:
+        return UNKNOWN if value is None else number(value / max(1, of))
 
-    def solved(cell: Cell, amount: float | None) -> str:
-        known = UNKNOWN if amount is None else number(amount)
-        return known if cell.solved else "none solved"
+    def solved(cell: Cell, value: float | None) -> str:
+        return amount(value) if cell.solved else "none solved"
 
     def dollars(cell: Cell) -> str:
-        known = sum(cell.cost.by_role.values())
-        unknown = [f"{UNKNOWN} ({', '.join(cell.cost.unknown)})"] if cell.cost.unknown else []
-        return " + ".join([*([number(known)] if known or not unknown else []), *unknown])
-
-    def dollars_per_solved(cell: Cell) -> str:
-        return UNKNOWN if cell.cost.total is None else solved(cell, cell.cost_per_solved)
+        known, unknown = cell.cost.by_role.values(), cell.cost.unknown
+        parts = [number(sum(known))] if known or not unknown else []
+        return " + ".join(parts + [f"{UNKNOWN} ({role})" for role in unknown])
 
     def agent(cell: Cell, name: str) -> str:
         measure = cell.agents.get(name)
@@ -295,6 +285,10 @@ def rows(cells: Sequence[Cell], score: str) -> list[tuple[str, list[str]]]:
             return NOTHING
         spread = "" if measure["std"] is None else f" ± {measure['std']:.3f}"
         return f"{measure['mean']:.3f}{spread} (n = {measure['count']})"
+
+    def failures(cell: Cell) -> str:
+        kinds = cell.evaluation.failures.items()
+        return ", ".join(f"{count} {kind}" for kind, count in kinds) or "none"
 
     levels = list(cells[0].pass_at)
     any_failed = any(cell.pass_at_all for cell in cells)
@@ -312,12 +306,12 @@ def rows(cells: Sequence[Cell], score: str) -> list[tuple[str, list[str]]]:
             for k in (levels if any_failed else ())
         ),
         ("solved rollouts", lambda cell: f"{cell.solved} of {len(cell.evaluation.records)}"),
-        ("failed rollouts", lambda cell: _counts(cell.evaluation.failures) or "none"),
-        ("calls a rollout", lambda cell: per_rollout(cell, cell.usage.calls)),
-        ("tokens a rollout", lambda cell: per_rollout(cell, cell.usage.total_tokens)),
+        ("failed rollouts", failures),
+        ("calls a rollout", lambda cell: amount(cell.usage.calls, cell.usage.runs)),
+        ("tokens a rollout", lambda cell: amount(cell.usage.total_tokens, cell.usage.runs)),
         ("tokens a solved rollout", lambda cell: solved(cell, cell.tokens_per_solved)),
         ("US dollars", dollars),
-        ("US dollars a solved rollout", dollars_per_solved),
+        ("US dollars a solved rollout", lambda cell: solved(cell, cell.cost_per_solved)),
         *(
             (name, lambda cell, name=name: interval(cell.measures.get(name)))
             for name in shown[:_MOST_MEASURES]
@@ -328,47 +322,23 @@ def rows(cells: Sequence[Cell], score: str) -> list[tuple[str, list[str]]]:
 
 
 def print_result(result: Result, console: Any) -> None:
-    """The table of each task set, its callers, and the comparisons in sentences."""
+    """The table of each task set, and the comparisons in sentences."""
+    from rich.markup import escape
     from rich.table import Table
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def plain(text: str) -> str:
-        """Text that rich does not take for markup."""
-        return text.replace("[", "\\[")
-
     for taskset, cells in result.cells.items():
         tasks = len({record.item for cell in cells for record in cell.evaluation.records})
-        extent = f"{tasks} task{'' if tasks == 1 else 's'}"
-        if result.samples > 1:
-            extent += f", {result.samples} rollouts each"
+        extent = f"tasks {tasks}, rollouts of each {result.samples}"
         say(f"\n{taskset}: {extent}; intervals are 95%, over tasks")
         table = Table("")
         for column in result.columns:
-            table.add_column(plain(column.name), justify="right")
+            table.add_column(escape(column.name), justify="right")
         for label, values in rows(cells, str(result.facts.get("score"))):
-            table.add_row(plain(label), *map(plain, values))
+            table.add_row(escape(label), *map(escape, values))
         console.print(table)
-        if any(len(cell.callers) > 1 or any(u.outcomes for u in cell.callers) for cell in cells):
-            say("calls by caller")
-            table = Table("column", "caller")
-            for heading in ("calls", "tokens drawn", "share", "failed", "cut off", "outcomes"):
-                table.add_column(heading, justify="right")
-            for cell in cells:
-                for index, use in enumerate(cell.callers[:_MOST_CALLERS]):
-                    own = use.usage
-                    table.add_row(
-                        "" if index else plain(cell.column.name),
-                        plain(use.caller),
-                        str(own.calls),
-                        UNKNOWN if own.tokens is None else str(own.tokens),
-                        NOTHING if use.token_share is None else f"{use.token_share:.0%}",
-                        str(own.failed_calls),
-                        str(own.truncated_calls),
-                        _counts(use.outcomes) or NOTHING,
-                    )
-            console.print(table)
         for cell in cells:
             reason = next((r.reason for r in cell.evaluation.records if r.reason), None)
             if reason is not None:
@@ -396,34 +366,7 @@ def write_eval_page(path: Path, result: Result) -> Path:
         score=score,
         result=result,
         rows=rows,
-        charts=_charts,
         compared=compared[:2],
         written=facts.get("written"),
         folder=str(path.parent),
     )
-
-
-def _charts(cells: Sequence[Cell]) -> list[tuple[str, str, Markup]]:
-    """(title, note, drawing) of score and of pass@k for the most samples; a column a line."""
-    sides = list(dict.fromkeys(cell.column.side.name for cell in cells))
-    wanted = {"Held-out score": ("mean over tasks", [cell.score for cell in cells])}
-    most = max(cells[0].pass_at)
-    if most > 1:
-        note = "chance that one of the samples solves the task"
-        wanted[f"pass@{most}"] = note, [cell.pass_at[most] for cell in cells]
-    drawn = []
-    for title, (note, intervals) in wanted.items():
-        known = [interval for interval in intervals if interval is not None]
-        if known:
-            estimates = [
-                (cell.column.name, interval, sides.index(cell.column.side.name) % _COLOURS)
-                for cell, interval in zip(cells, intervals, strict=True)
-            ]
-            unit = all(0 <= interval.mean <= 1 for interval in known)
-            drawing = interval_chart(title, estimates, (0, 1) if unit else ())
-            drawn.append((title, f"{note}, 95% interval", Markup(drawing)))
-    return drawn
-
-
-def _counts(kinds: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())

@@ -44,8 +44,7 @@ class Found:
 
 
 def find_weights(folder: Path) -> Found:
-    """The weights that a folder means; of a run those of its newest checkpoint. Raises BadInput if
-    there are none."""
+    """The weights that a folder means, of a run the newest; BadInput if there are none."""
     path = folder.expanduser().resolve()
     if kind_of(path) is not None:
         above = path.parent.parent if path.parent.name == "export" else path.parent
@@ -78,8 +77,7 @@ def stage_folders(folder: Path) -> list[Path]:
 
 
 def config_source(found: Found | None, named: Path | None) -> Path:
-    """The configuration to go by: the one that was named, or else that of the run. Raises BadInput
-    if there is neither."""
+    """The named configuration, or else that of the run; BadInput if there is neither."""
     if named is not None:
         return named
     if found is not None and found.run_dir is not None and (found.run_dir / RESOLVED).is_file():
@@ -94,11 +92,8 @@ def config_source(found: Found | None, named: Path | None) -> Path:
 
 
 def load_trained(path: Path, overrides: Sequence[str] = ()) -> AflowConfig:
-    """The configuration in a YAML; of a chain of stages that of the last one that trained.
-
-    A stage is taken as it was run, since its model is what the stages before it left; before any
-    has trained, as it is written. `overrides` that say where the chain lies are not the stage's.
-    """
+    """The configuration in a YAML; of a chain of stages that of the last one that trained, as it
+    was run, or, before any has trained, of the last one that will, as it is written."""
     config = load_config(path, overrides)
     if not config.stages:
         return config
@@ -113,17 +108,11 @@ def load_trained(path: Path, overrides: Sequence[str] = ()) -> AflowConfig:
 def make_ready(
     config: AflowConfig, *, weights: Path | None = None, local_model: bool = True
 ) -> dict[str, float]:
-    """Fill in, in place, what it takes to ask the models of a configuration as it was loaded.
+    """Fill in, in place, what it takes to ask the models of a loaded configuration; returns how the
+    policy is sampled: as the first held-out task set says, else as `model` does.
 
-    Args:
-        weights: those that will be loaded; a whole model needs no other.
-        local_model: False where the policy is behind an endpoint.
-
-    Returns:
-        How the policy is sampled: as the first held-out task set says, else as `model` does.
-
-    Raises:
-        BadInput: with every fault of the models.
+    `weights` are those that will be loaded; a whole model needs no other. `local_model` is False
+    where the policy is behind an endpoint. Raises BadInput with every fault of the models.
     """
     inputs = config.buffer.explorer_input
     held_out = inputs.eval_tasksets[0].rollout_args if inputs.eval_tasksets else None

@@ -1,10 +1,7 @@
 """What a rising reward may hide: warnings about a run, from its metrics and its records.
 
-A check warns only where chance is an unlikely reason, and says what it counted: a warning is a
-place to look at, not a verdict. Thresholds are the constants below.
-
-Not covered: a reward that pays for the wrong thing in training and on the held-out tasks alike,
-which no comparison of the two can show.
+A check warns only where chance is an unlikely reason, and says what it counted. Not covered: a
+reward that pays for the wrong thing in training and on the held-out tasks alike.
 """
 
 from __future__ import annotations
@@ -39,7 +36,6 @@ CHECKS = (
     "rewards for empty outputs and exceptions",
     "groups without variance",
 )
-"""What is looked for, in words."""
 GPU_CHECK = "use of the GPUs"
 
 _FAILED_USES = ("unreadable", "program_failed", "model_failed", "sandbox_unavailable", "raised")
@@ -81,10 +77,9 @@ def reward_without_score(
 ) -> Finding | None:
     """Training reward rises while the held-out score falls.
 
-    The score falls if the last evaluation is below the best earlier one on the same items. That
-    one was chosen after the fact, so the interval's confidence is raised by the number of
-    candidates (Bonferroni). The reward rises between the two if the second half of the steps is
-    above the first half.
+    The score falls if the last evaluation is below the best earlier one on the same items. As that
+    was chosen after the fact, the confidence is raised by the number of candidates (Bonferroni).
+    The reward rises if the second half of the steps between the two is above the first half.
     """
     *earlier, last = evaluations
     after = last.scores()
@@ -157,12 +152,10 @@ def unearned_rewards(records: Sequence[EvalRecord], where: str) -> Finding | Non
     count = empty + broken
     if count < UNEARNED_ROLLOUTS or count < UNEARNED_SHARE * len(rewarded):
         return None
-    parts = [f"{empty} with an empty output"] if empty else []
-    parts += [f"{broken} whose programs or operators all failed"] if broken else []
     return Finding(
         CHECKS[2],
         f"On {where} {count} of {len(rewarded)} rewarded rollouts did nothing to earn it: "
-        f"{' and '.join(parts)}.",
+        f"{empty} with an empty output, {broken} whose programs or operators all failed.",
         "Let the reward of such a rollout be the lowest, or raise: one that raises has no reward.",
     )
 
@@ -176,20 +169,13 @@ def groups_without_variance(lines: Sequence[MetricsLine]) -> Finding | None:
     if len(recent["mixed"]) < RECENT_STEPS or mean(recent["mixed"]) >= MIXED_SHARE:
         return None
     best, worst = (mean(recent[name] or [0.0]) for name in ("all best", "all worst"))
-    if best >= 2 * worst:
-        why = f"{best:.0%} of them solve their task in every rollout"
-        cure = "The tasks are too easy by now: add harder ones, or stop here."
-    elif worst >= 2 * best:
-        why = f"{worst:.0%} of them fail their task in every rollout"
-        cure = "The tasks are too hard: add easier ones, pay for parts, or raise repeat_times."
-    else:
-        why = f"{best:.0%} solve their task in every rollout and {worst:.0%} never"
-        cure = "Add tasks of middling difficulty, pay for parts, or raise repeat_times."
     return Finding(
         CHECKS[3],
         f"In the last {RECENT_STEPS} steps only {mean(recent['mixed']):.0%} of the groups had "
-        f"rollouts with different rewards ({why}); the others teach nothing.",
-        cure,
+        f"rollouts with different rewards; the others teach nothing ({best:.0%} solve their task "
+        f"in every rollout, {worst:.0%} in none).",
+        "Where most solve it the tasks are too easy: add harder ones, or stop here. Where most "
+        "fail they are too hard: add easier ones, pay for parts, or raise repeat_times.",
     )
 
 
@@ -199,10 +185,9 @@ def low_gpu_use(lines: Sequence[MetricsLine]) -> Finding | None:
     if measured is None or measured[0] >= LOW_USE:
         return None
     share, seconds = measured
-    over = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     return Finding(
         GPU_CHECK,
-        f"The GPUs of this run were in use {share:.0%} of the time (over {over}).",
+        f"The GPUs of this run were in use {share:.0%} of the time (over {seconds / 60:.0f} min).",
         "The curve of GPU use beside `Seconds a step` shows what it waited for: rolling out "
         "(raise explorer.runner_per_model or buffer.batch_size; slow tools, models behind an API), "
         "evaluating (quick_eval, explorer.eval_interval), or one side waiting for the other "

@@ -1,8 +1,7 @@
-"""The report's curves, and small charts as inline SVG that follow the page's colours.
+"""The report's curves, and small charts as inline SVG.
 
-Colours (0 to 5) are the page's CSS variables, every point tells its value under the pointer, and
-titles are read out in place of the drawing. Labels are escaped here, so a chart may go into a page
-as it is. `charts` lists what a run's page shows, `draw` draws such a list.
+Colours (0 to 5) are the page's CSS variables. Labels are escaped here, so a chart may go into a
+page as it is. `charts` lists what a run's page shows, `draw` draws such a list.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from markupsafe import Markup
 
-from aflow_tune.report.evaluation import Evaluation, Evaluations
+from aflow_tune.report.evaluation import Evaluations
 from aflow_tune.report.metrics import MetricsLine, series
 from aflow_tune.report.quantities import (
     ENTROPY,
@@ -26,24 +25,26 @@ from aflow_tune.report.quantities import (
     MISMATCH,
     REWARD,
     derived,
-    failure_counts,
     gpu_devices,
     sampling_speed,
     training_speed,
     use_by_step,
     workflow_metrics,
 )
-from aflow_tune.report.statistics import Interval
 
 _WIDTH, _HEIGHT = 400.0, 185.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44.0, 9.0, 9.0, 24.0
 _MOST_DOTS = 60
 _MOST_WORKFLOW_METRICS = 6
-_ROW = 26.0
 _TIMES = {
     "explorer/time/wait_explore_step": "roll out",
     "time/train_step": "train",
     "time/sync_weight": "synchronise",
+}
+_LENGTHS = {
+    "response_length/mean": "of a call, mean",
+    "response_length/max": "of a call, longest",
+    "rollout/response_tokens/mean": "of a rollout, mean",
 }
 
 Bounds = tuple[float, float]
@@ -89,8 +90,8 @@ class _Frame:
 
     def x(self, step: float) -> str:
         span = self.last - self.first
-        share = (step - self.first) / span if span else 0.5 + step - self.first
-        return f"{_LEFT + min(1.0, max(0.0, share)) * (_WIDTH - _LEFT - _RIGHT):.1f}"
+        share = (step - self.first) / span if span else 0.5
+        return f"{_LEFT + share * (_WIDTH - _LEFT - _RIGHT):.1f}"
 
     def y(self, value: float) -> str:
         share = (value - self.low) / (self.high - self.low)
@@ -111,8 +112,9 @@ class _Frame:
             parts.append(_line("grid", left, right, y, y))
             parts.append(_text(f"{_LEFT - 6:g}", y, number(tick), "end", ' dy="0.35em"'))
         parts += [_text(self.x(at), f"{bottom + 17:g}", name) for at, name in places]
-        axis = _line("axis", left, right, f"{bottom:g}", f"{bottom:g}")
-        return _svg(title, _HEIGHT, [*parts, *drawing, axis])
+        parts += [*drawing, _line("axis", left, right, f"{bottom:g}", f"{bottom:g}")]
+        box = f'viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-label="{escape(title)}"'
+        return f"<svg {box}>{''.join(parts)}</svg>"
 
 
 def line_chart(
@@ -139,30 +141,6 @@ def line_chart(
     return frame.svg(title, drawing)
 
 
-def stacked_chart(
-    title: str, curves: Sequence[Curve], steps: tuple[int, int], top: float | None = None
-) -> str:
-    """Values stacked on each other at every step, as stairs; a missing value counts as 0."""
-    at = [{point.step: point.value for point in curve.points} for curve in curves]
-    every = sorted({step for values in at for step in values})
-    totals = [math.fsum(values.get(step, 0.0) for values in at) for step in every]
-    frame = _Frame(steps, (), (0.0, max([*totals, 1.0]) if top is None else top))
-    edges = [step - 0.5 for step in every] + [every[-1] + 0.5]
-    base = [0.0] * len(every)
-    drawing = []
-    for curve, values in zip(curves, at, strict=True):
-        tops = [below + values.get(step, 0.0) for below, step in zip(base, every, strict=True)]
-        path = [f"M{frame.x(edges[0])},{frame.y(base[0])}"]
-        for index, value in enumerate(tops):
-            path.append(f"V{frame.y(value)}H{frame.x(edges[index + 1])}")
-        for index in reversed(range(len(every))):
-            path.append(f"V{frame.y(base[index])}H{frame.x(edges[index])}")
-        area = f'class="area c{curve.colour}" d="{"".join(path)}Z"'
-        drawing.append(f"<path {area}><title>{escape(curve.label)}</title></path>")
-        base = tops
-    return frame.svg(title, drawing)
-
-
 def scatter_chart(
     title: str,
     marks: Sequence[Mark],
@@ -185,40 +163,6 @@ def scatter_chart(
     return frame.svg(title, drawing, ticks)
 
 
-def interval_chart(
-    title: str,
-    estimates: Sequence[tuple[str, Interval | None, int]],
-    bounds: Sequence[float] = (),
-) -> str:
-    """Estimates (label, interval, colour), at least one with an interval, below each other on one
-    axis of values, which shows `bounds` at least."""
-    intervals = [interval for _, interval, _ in estimates if interval is not None]
-    shown = [v for i in intervals for v in (i.mean, i.low, i.high) if v is not None]
-    ticks = nice_ticks(min([*shown, *bounds]), max([*shown, *bounds]))
-    low, high = min(ticks[0], *shown), max(ticks[-1], *shown)
-    left, right = 0.4 * _WIDTH, _WIDTH - 14.0
-    bottom = _TOP + _ROW * len(estimates)
-
-    def x(value: float) -> str:
-        return f"{left + (value - low) / (high - low) * (right - left):.1f}"
-
-    parts = []
-    for tick in ticks:
-        parts.append(_line("grid", x(tick), x(tick), f"{_TOP:g}", f"{bottom:g}"))
-        parts.append(_text(x(tick), f"{bottom + 17:g}", number(tick)))
-    for row, (label, value, colour) in enumerate(estimates):
-        y = f"{_TOP + _ROW * (row + 0.5):.1f}"
-        short = label if len(label) <= 26 else f"{label[:25]}…"
-        parts.append(_text(f"{left - 8:g}", y, short, "end", ' dy="0.35em"'))
-        if value is None:
-            continue
-        if value.low is not None and value.high is not None:
-            parts.append(_line(f"line c{colour}", x(value.low), x(value.high), y, y))
-        told = (label, value.mean, value.low, value.high)
-        parts.append(_dot(x(value.mean), y, "4", colour, *told))
-    return _svg(title, bottom + _BOTTOM, parts)
-
-
 def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
     """About `count` round values (1, 2 or 5 times a power of ten) from at most `low` to at
     least `high`. Equal bounds are widened."""
@@ -232,33 +176,22 @@ def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
     return [index * step for index in range(first, last + 1)]
 
 
-def step_ticks(first: int, last: int, count: int = 7) -> list[int]:
+def step_ticks(first: int, last: int) -> list[int]:
     """Whole steps for the axis, both ends among them."""
     if last <= first:
         return [first]
-    gap = max(1, round(nice_ticks(0, last - first, count)[1]))
+    gap = max(1, round(nice_ticks(0, last - first, 7)[1]))
     inner = range(-(-first // gap) * gap, last + 1, gap)
     apart = [step for step in inner if min(step - first, last - step) >= 0.6 * gap]
     return [first, *apart, last]
 
 
 def number(value: float) -> str:
-    """Three significant digits, short: 0, 0.25, 12k, 5e-4."""
-    size = abs(value)
-    if size < 1e-15:
-        return "0"
-    if 1e3 <= size < 1e9:
-        power, unit = (1e6, "M") if size >= 1e6 else (1e3, "k")
+    """Three significant digits, short: 0, 0.25, 12k, 5e-05."""
+    if 1e3 <= abs(value) < 1e9:
+        power, unit = (1e6, "M") if abs(value) >= 1e6 else (1e3, "k")
         return f"{value / power:.3g}{unit}"
-    if 1e-3 <= size < 1e9:
-        return f"{value:.3g}"
-    digits, _, exponent = f"{value:.2e}".partition("e")
-    return f"{float(digits):g}e{int(exponent)}"
-
-
-def _svg(title: str, height: float, parts: Sequence[str]) -> str:
-    box = f'viewBox="0 0 {_WIDTH:g} {height:g}" role="img" aria-label="{escape(title)}"'
-    return f"<svg {box}>{''.join(parts)}</svg>"
+    return f"{value:.3g}"
 
 
 def _line(css: str, x1: str, x2: str, y1: str, y2: str, more: str = "") -> str:
@@ -288,48 +221,36 @@ class Chart(NamedTuple):
     """What is drawn: curves on one axis of values.
 
     `scale`: what the curves need (fit), also zero, also 0 and 1 where the values look like shares
-    (unit), or always these (share). `stacked`: on each other, as stairs. `legend` None: where there
-    are several curves. `steps` None: the page's own.
+    (unit), or always these (share).
     """
 
     title: str
     note: str
     curves: Sequence[Curve]
     scale: Literal["fit", "zero", "unit", "share"] = "fit"
-    stacked: bool = False
-    legend: bool | None = None
-    steps: tuple[int, int] | None = None
 
 
 def draw(listed: Iterable[Chart], steps: tuple[int, int]) -> list[dict[str, Any]]:
     """The charts that have points, for `chart.html.jinja`; `legend` are colours and labels."""
     found = []
-    for chart in listed:
-        curves = [curve._replace(label=curve.label or chart.title) for curve in chart.curves]
-        drawn = [curve for curve in curves if curve.points]
-        if not drawn:
+    for title, note, every, scale in listed:
+        curves = [curve._replace(label=curve.label or title) for curve in every if curve.points]
+        if not curves:
             continue
-        ends = chart.steps or steps
-        values = [point.value for curve in drawn for point in curve.points]
+        values = [point.value for curve in curves for point in curve.points]
         # Scores and rewards between 0 and 1 are shown on that whole scale once they use much of
         # it, so that noise does not look like progress.
-        unit = chart.scale == "unit" and min(values) >= 0 and 0.2 < max(values) <= 1
-        bounds = (0.0, 1.0) if unit or chart.scale == "share" else ()
-        if chart.stacked:
-            svg = stacked_chart(chart.title, curves, ends, 1.0 if bounds else None)
-        else:
-            svg = line_chart(chart.title, drawn, ends, (0.0,) if chart.scale == "zero" else bounds)
-        named = len(chart.curves) > 1 if chart.legend is None else chart.legend
-        legend = [(c.colour, c.label) for c in (curves if chart.stacked else drawn) if named]
-        told = {"title": chart.title, "note": chart.note, "legend": legend}
-        found.append({**told, "svg": Markup(svg)})
+        unit = scale == "unit" and min(values) >= 0 and 0.2 < max(values) <= 1
+        bounds = (0.0, 1.0) if unit or scale == "share" else (0.0,) if scale == "zero" else ()
+        legend = [(curve.colour, curve.label) for curve in curves if len(every) > 1]
+        svg = Markup(line_chart(title, curves, steps, bounds))
+        found.append({"title": title, "note": note, "legend": legend, "svg": svg})
     return found
 
 
 def charts(lines: Sequence[MetricsLine], evaluations: Evaluations) -> list[dict[str, Any]]:
     """All charts of a run, the most telling first."""
     every = [line.step for line in lines] + [step for of in evaluations.values() for step in of]
-    logged_names = {name for line in lines for name in line.metrics}
 
     def curve(label: str, values: Iterable[tuple[int, float]], colour: int = 0) -> Curve:
         return Curve(label, [Point(step, value) for step, value in values], colour % 6)
@@ -342,93 +263,45 @@ def charts(lines: Sequence[MetricsLine], evaluations: Evaluations) -> list[dict[
     def plain(names: Sequence[str]) -> list[Curve]:
         return logged({name: name.removeprefix("actor/") for name in names})
 
-    def first(names: Sequence[str], label: str) -> list[Curve]:
-        """The first of several names that the run logged."""
-        return logged({name: label for name in [n for n in names if n in logged_names][:1]})
-
-    def held_out(of_steps: Mapping[int, Evaluation]) -> list[Curve]:
-        measured = [(step, e.interval()) for step, e in of_steps.items() if e.whole]
+    held_out = []
+    for name, evaluated in evaluations.items():
+        measured = [(step, e.interval()) for step, e in evaluated.items() if e.whole]
         points = [Point(step, i.mean, i.low, i.high) for step, i in measured if i is not None]
-        return [Curve("held-out score", points)]
-
+        curves = [Curve("held-out score", points)]
+        held_out.append(
+            Chart(f"Held-out score: {name}", "mean over items, 95% interval", curves, "unit")
+        )
     recorded = workflow_metrics(lines)[:_MOST_WORKFLOW_METRICS]
-    lows, highs = (dict(series(lines, f"response_length/{end}")) for end in ("min", "max"))
-    lengths = [
-        Point(step, value, lows.get(step), highs.get(step))
-        for step, value in series(lines, "response_length/mean")
+    health = {name: kind for kind, name in GROUP_HEALTH.items()}
+    workflow = {f"rollout/{name}/mean": name for name in recorded}
+    speeds = [
+        curve("sampling", derived(lines, sampling_speed)),
+        curve("training, prompts included", derived(lines, training_speed), 1),
     ]
-    length_note = "tokens a call: mean, shortest to longest" if lengths else "tokens a rollout"
-    if not lengths:
-        lengths = [Point(*at) for at in series(lines, "rollout/response_tokens/mean")]
-    failed: dict[str, dict[int, float]] = {}
-    for line in lines:
-        for kind, count in failure_counts(line.metrics).items():
-            failed.setdefault(kind, {})[line.step] = count
+    devices = [
+        curve(f"GPU {label}", use_by_step(lines, f"gpu/{label}/use"), n)
+        for n, label in enumerate(gpu_devices(lines))
+    ]
+    mismatch = "mean difference of a fixed text's log-probabilities after each sync"
     listed = [
-        *(
-            Chart(f"Held-out score: {name}", "mean over items, 95% interval", held_out(of), "unit")
-            for name, of in evaluations.items()
-        ),
+        *held_out,
         Chart("Reward of the rollouts", "mean over tasks", logged({REWARD: "reward"}), "unit"),
         Chart(
             "Health of the groups",
             "share of tasks; only mixed groups teach",
-            [
-                curve(kind, series(lines, name), colour)
-                for (kind, name), colour in zip(GROUP_HEALTH.items(), (0, 2, 1), strict=True)
-            ],
+            logged(health),
             "share",
-            stacked=True,
         ),
-        Chart(
-            "What the workflow recorded",
-            "mean over tasks",
-            logged({f"rollout/{name}/mean": name for name in recorded}),
-            "unit",
-        ),
-        Chart("Loss", "of the step's batch", first(LOSS, "loss")),
+        Chart("What the workflow recorded", "mean over tasks", logged(workflow), "unit"),
+        Chart("Loss", "of the step's batch", plain(LOSS)),
         Chart("KL", "as the algorithm logs it", plain(KL)),
-        Chart("Entropy", "nats a token", first(ENTROPY, "entropy")),
+        Chart("Entropy", "nats a token", plain(ENTROPY)),
         Chart("Gradient norm", "before clipping", plain(GRADIENT_NORM), "zero"),
-        Chart(
-            "Sampler against trainer",
-            "mean difference of a fixed text's log-probabilities after each sync",
-            logged({MISMATCH: "mismatch"}),
-            "zero",
-        ),
+        Chart("Sampler against trainer", mismatch, logged({MISMATCH: "mismatch"}), "zero"),
         Chart("Learning rate", "", plain(LEARNING_RATE), "zero"),
-        Chart("Length of the responses", length_note, [Curve("tokens", lengths)], "zero"),
-        Chart(
-            "Sampling speed",
-            "tokens drawn a second",
-            [curve("tokens/s", derived(lines, sampling_speed))],
-            "zero",
-        ),
-        Chart(
-            "Training speed",
-            "tokens a second, prompts included",
-            [curve("tokens/s", derived(lines, training_speed))],
-            "zero",
-        ),
+        Chart("Length of the responses", "tokens", logged(_LENGTHS), "zero"),
+        Chart("Speed", "tokens a second", speeds, "zero"),
         Chart("Seconds a step", "", logged(_TIMES), "zero"),
-        Chart(
-            "GPU use",
-            "share of the time until the step was done in which any kernel ran",
-            [
-                curve(f"GPU {label}", use_by_step(lines, f"gpu/{label}/use"), n)
-                for n, label in enumerate(gpu_devices(lines))
-            ],
-            "unit",
-        ),
-        Chart(
-            "Failed rollouts in training",
-            "by kind; they cost nothing but themselves",
-            [
-                curve(kind, sorted(counts.items()), n)
-                for n, (kind, counts) in enumerate(sorted(failed.items()), 1)
-            ],
-            stacked=True,
-            legend=True,
-        ),
+        Chart("GPU use", "share of the time in which any kernel ran", devices, "unit"),
     ]
     return draw(listed, (min(every, default=0), max(every, default=0)))

@@ -1,13 +1,10 @@
-"""Held-out evaluations of a run, and the comparison of two of them.
+"""Held-out evaluations of a run, the comparison of two of them, and what they used.
 
 A rollout that failed has no score: a crash is not a wrong answer. The primary comparison counts an
 item only where both sides scored it. Because that could flatter a model that crashes on what it
 cannot do, a second one counts every failed rollout as 0, and the verdict says so when the two do
 not agree. An evaluation that was cut off (as `metrics.jsonl` tells) is never compared, since the
-rollouts that finish first are no fair sample.
-
-What an evaluation used is counted here too: tokens of the evaluated model, as its server counted
-them, and money of all roles. A sum with a missing part is None, never 0.
+rollouts that finish first are no fair sample. A sum with a missing part is None, never 0.
 """
 
 from __future__ import annotations
@@ -58,13 +55,18 @@ class Evaluation:
             (r.item, failed_as if r.score is None else r.score) for r in self.records
         )
 
+    def _values(self, name: str) -> list[tuple[int, float | None]]:
+        return [
+            (r.item, r.reward if name == "reward" else r.metrics.get(name)) for r in self.records
+        ]
+
     def metric(self, name: str) -> dict[int, float]:
         """Mean of 'reward' or of a recorded metric for each item that has it."""
-        return mean_by_item((r.item, _metric(r, name)) for r in self.records)
+        return mean_by_item(self._values(name))
 
     def metric_interval(self, name: str) -> Interval | None:
         """Mean of `metric(name)` over items with its interval, as `interval` has it."""
-        shares = {_metric(record, name) for record in self.records} <= {None, 0.0, 1.0}
+        shares = {value for _, value in self._values(name)} <= {None, 0.0, 1.0}
         return share_or_mean_interval(list(self.metric(name).values()), shares=shares)
 
     def metric_names(self) -> list[str]:
@@ -87,11 +89,8 @@ class Evaluation:
         return dict(kinds.most_common())
 
     def interval(self) -> Interval | None:
-        """Mean score over items with its 95% interval; None if nothing was scored.
-
-        Wilson's where every item is right or wrong, else the t interval, which ends at 0 and 1
-        where every rollout is right or wrong.
-        """
+        """Mean score over items with its 95% interval (see `share_or_mean_interval`); None if
+        nothing was scored."""
         right_or_wrong = all(r.score in (None, 0.0, 1.0) for r in self.records)
         return share_or_mean_interval(list(self.scores().values()), shares=right_or_wrong)
 
@@ -99,10 +98,8 @@ class Evaluation:
         self, k: int, solved_at: float = 1.0, *, failed_as_unsolved: bool = False
     ) -> Interval | None:
         """pass@k over items with its 95% interval; a rollout solves its item from `solved_at` on.
-
-        Rollouts without a score are left out, or count as unsolved; items with fewer than `k`
-        rollouts are left out. None if no item has as many.
-        """
+        Rollouts without a score are left out, or count as unsolved, and so are items with fewer
+        than `k` rollouts. None if no item is left."""
         by_item: dict[int, list[bool]] = defaultdict(list)
         for record in self.records:
             if record.score is not None or failed_as_unsolved:
@@ -150,13 +147,13 @@ class Paired:
         text = f"from {self.mean_before:.3f} to {self.mean_after:.3f} ({change.mean:+.3f}"
         if change.low is not None:
             text += f", 95% interval {change.low:+.3f} to {change.high:+.3f}"
-        return f"{text}, {change.count} paired item{'s' if change.count != 1 else ''})"
+        return f"{text}, {change.count} paired items)"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two evaluations of one task set. `primary` counts the items that both scored;
-    `failed_as_zero` all items, a failed rollout as 0, and is None where none failed."""
+    """Two evaluations of one task set. `primary` counts the items that both scored,
+    `failed_as_zero` (None where none failed) all items, a failed rollout as 0."""
 
     before: Evaluation
     after: Evaluation
@@ -186,10 +183,9 @@ class Comparison:
         word = "rose" if change.mean > 0 else "fell"
         if self.primary.direction:
             return f"Held-out score {word} {numbers}."
-        if change.low is None:
-            return f"Nothing is shown: held-out score went {numbers}; one item is too few."
         if not change.excludes_zero:
-            return f"No change shown: held-out score went {numbers}; the interval includes zero."
+            why = "one item is too few" if change.low is None else "the interval includes zero"
+            return f"No change shown: held-out score went {numbers}; {why}."
         return (
             f"Too few items to tell: held-out score {word} {numbers}, but chance "
             f"alone does as much (exact sign test, p = {self.primary.p_value:.2g})."
@@ -199,21 +195,16 @@ class Comparison:
         """What has to be said beside the verdict; empty where nothing failed."""
         sentences = []
         if self.left_out:
-            several = self.left_out != 1
             sentences.append(
-                f"{self.left_out} {'items are' if several else 'item is'} left out, because a side "
-                f"has no scored rollout on {'them' if several else 'it'} (failed rollouts: "
-                f"{self.before.failed_rollouts} before, {self.after.failed_rollouts} after)."
+                f"Items left out, because a side has no scored rollout on them: {self.left_out} "
+                f"(failed rollouts: {self.before.failed_rollouts} before, "
+                f"{self.after.failed_rollouts} after)."
             )
         if (other := self.failed_as_zero) is not None:
-            told = {1: "a rise", 0: "no change", -1: "a fall"}[other.direction]
-            doubt = (
-                f", which shows {told}: the two readings do not agree, so look at the failed "
-                "rollouts first"
-            )
+            doubt = " The two readings do not agree: look at the failed rollouts first."
             agree = other.direction == self.primary.direction
-            text = f"With every failed rollout counted as 0 it went {other.numbers()}"
-            sentences.append(f"{text}{'' if agree else doubt}.")
+            text = f"With every failed rollout counted as 0 it went {other.numbers()}."
+            sentences.append(f"{text}{'' if agree else doubt}")
         return sentences
 
 
@@ -312,10 +303,6 @@ def mean_by_item(values: Iterable[tuple[int, float | None]]) -> dict[int, float]
     return {item: mean(found) for item, found in sorted(by_item.items())}
 
 
-def _metric(record: EvalRecord, name: str) -> float | None:
-    return record.reward if name == "reward" else record.metrics.get(name)
-
-
 # What was used
 
 Price = Callable[[int, int], float]
@@ -369,19 +356,12 @@ class Cost:
 def usage(calls: Sequence[Mapping[str, Any]], rollouts: int) -> Usage:
     """Calls and tokens of so many rollouts, failed ones included."""
     answered = [call for call in calls if not call.get("failed")]
-
-    def total(name: str) -> int | None:
-        counts = [call.get(name) for call in answered]
-        return sum(counts) if all(isinstance(count, int) for count in counts) else None  # type: ignore[arg-type]
-
-    return Usage(
-        runs=rollouts,
-        calls=len(calls),
-        failed_calls=len(calls) - len(answered),
-        truncated_calls=sum(bool(call.get("truncated")) for call in answered),
-        prompt_tokens=total("prompt_tokens"),
-        tokens=total("tokens"),
-    )
+    sums: dict[str, int | None] = {}
+    for name in ("prompt_tokens", "tokens"):
+        known = [n for call in answered if isinstance(n := call.get(name), int)]
+        sums[name] = sum(known) if len(known) == len(answered) else None
+    truncated = sum(bool(call.get("truncated")) for call in answered)
+    return Usage(rollouts, len(calls), len(calls) - len(answered), truncated, **sums)
 
 
 def usage_of(records: Sequence[EvalRecord]) -> Usage:
@@ -390,11 +370,8 @@ def usage_of(records: Sequence[EvalRecord]) -> Usage:
 
 
 def callers(records: Sequence[EvalRecord]) -> list[CallerUse]:
-    """One entry a caller, those with the most drawn tokens first.
-
-    An operator calls as `.../Operator.instance`, and its outcomes stand beside that caller; one
-    that called no model has an entry of its own at the end.
-    """
+    """One entry a caller, those with the most drawn tokens first. An operator calls as
+    `.../Operator.instance`; one that called no model has an entry of its own at the end."""
     by_caller: dict[str, list[dict[str, Any]]] = defaultdict(list)
     rollouts: Counter[str] = Counter()
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
@@ -423,11 +400,8 @@ def callers(records: Sequence[EvalRecord]) -> list[CallerUse]:
 
 
 def cost(records: Sequence[EvalRecord], price: Price | None) -> Cost:
-    """What the rollouts cost. `price` is that of the evaluated model; None where it is unknown.
-
-    The evaluated model's noted costs are passed over: all its calls are in the records, while
-    only those made through a client of ours are noted.
-    """
+    """What the rollouts cost. `price` is that of the evaluated model (None: unknown), whose noted
+    costs are passed over: all its calls are in the records, only those of our clients noted."""
     by_role: dict[str, float] = defaultdict(float)
     unknown: set[str] = set()
     for record in records:

@@ -1,9 +1,8 @@
 """The pages of a run and of a chain of stages: `report.html` in their folders, and what is printed
 at the end.
 
-A run's page shows whether it learned, and what changed; one without evaluations, steps or
-transcripts is shorter and says so. A chain's page puts the held-out scores of its stages side by
-side; it reads `chain.json` and each stage's own files.
+A run's page shows whether it learned, and what changed. A chain's page puts the held-out scores of
+its stages side by side; it reads `chain.json` and each stage's own files.
 """
 
 from __future__ import annotations
@@ -37,8 +36,13 @@ from aflow_tune.report.quantities import (
     is_training,
     mean_gpu_use,
 )
-from aflow_tune.report.writer import WRITER_CHECKS, audit_writer, load_writer
-from aflow_tune.report.writer_section import summary_lines, writer_section
+from aflow_tune.report.writer import (
+    WRITER_CHECKS,
+    audit_writer,
+    load_writer,
+    summary_line,
+    writer_section,
+)
 
 REPORT_NAME = "report.html"
 CHAIN_FILE = "chain.json"
@@ -73,13 +77,9 @@ class _Read:
         if self.written:
             self.findings += audit_writer(self.written, self.evaluations)
             self.checks += WRITER_CHECKS
-        how = "evaluated twice with scored rollouts" if self.evaluations else "evaluated"
-        self.nothing = f"No held-out task set was {how}: nothing was shown about learning."
+        self.nothing = "No held-out task set was evaluated twice: nothing was shown about learning."
         of_steps = {x.step: found for x in self.lines if (found := failure_counts(x.metrics))}
-        totals: Counter[str] = Counter()
-        for found in of_steps.values():
-            totals.update(found)
-        self.failures = dict(totals.most_common())
+        self.failures = dict(sum(map(Counter, of_steps.values()), Counter()).most_common())
         """Failed rollouts of the whole training by kind, most frequent first."""
         places = {"merged": "export/merged", "adapter": "export/adapter", "monitor": "monitor"}
         there = {name: run_dir / place for name, place in places.items()}
@@ -92,13 +92,9 @@ class _Read:
 def write_report(
     run_dir: Path, config: Mapping[str, Any] | None = None, changes: Sequence[Any] = ()
 ) -> Path:
-    """Write the report of a run folder; returns its path.
-
-    Args:
-        config: the flattened configuration, for the settings table; secrets are masked and
-            functions left out.
-        changes: what validation changed: objects with key, before, after, why.
-    """
+    """Write the report of a run folder; returns its path. `config` is the flattened configuration
+    (secrets are masked, functions left out), `changes` what validation changed: objects with key,
+    before, after, why."""
     read = _Read(run_dir)
     settings = {
         str(key): plain_text(str(masked(str(key), value)))
@@ -146,7 +142,7 @@ def summary_text(run_dir: Path, report: Path) -> str:
         listed = ", ".join(f"{count:.0f} {kind}" for kind, count in read.failures.items())
         sentences.append(f"Failed rollouts in training: {listed}.")
     if read.written is not None:
-        sentences += summary_lines(read.written)
+        sentences.append(summary_line(read.written))
     sentences += [f"Audit: {finding}" for finding in read.findings]
     if not read.findings:
         sentences.append(f"Audit: nothing found ({', '.join(read.checks)}).")
@@ -182,12 +178,9 @@ def _measures(comparison: Comparison) -> list[tuple[str, Paired]]:
 
 
 def read_chain(folder: Path) -> tuple[list[dict[str, Any]], list[tuple[str, Comparison]]]:
-    """The stages of the chain in `folder` as they are shown, in their order, and for each task set
-    that several stages evaluated the first evaluation of the chain against its last.
-
-    `link` is relative to the folder, None before the stage ran; `scores` has a task set, its
-    items, and the mean score of its first and (None where there was one only) its last evaluation.
-    """
+    """The stages of a chain, and for each task set that several stages evaluated the first
+    evaluation of the chain against its last. `scores` of a stage has a task set, its items, and
+    the mean score of its first and (None where there was one only) its last evaluation."""
     lines = []
     of_chain: dict[str, list[tuple[str, Evaluation]]] = defaultdict(list)
     for entry in json.loads((folder / CHAIN_FILE).read_text("utf-8"))["stages"]:
@@ -234,18 +227,11 @@ def write_chain_report(folder: Path) -> Path:
 def chain_summary(folder: Path, report: Path) -> str:
     """What is printed at the end of a chain."""
     stages, compared = read_chain(folder)
-    rows = [("stage", "mode", "status", "steps", "held-out")]
+    table = []
     for line in stages:
-        scores = ", ".join(
-            f"{name} {before}" + (f" -> {after}" if after else "")
-            for name, _, before, after in line["scores"]
-        )
-        told = (line["name"], line["mode"], line["status"])
-        rows.append((*told, line["steps"] or "-", scores or "-"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+        told = [line["name"], line["mode"], line["status"], line["steps"] or "-"]
+        for name, _, before, after in line["scores"]:
+            told.append(f"held-out {name} {before}" + (f" -> {after}" if after else ""))
+        table.append("  ".join(told))
     sentences = [f"{name}, over all stages: {found.verdict()}" for name, found in compared]
     return "\n".join([*table, "", *sentences, f"report:     {report}"])

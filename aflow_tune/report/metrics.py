@@ -113,19 +113,13 @@ def rewind_metrics(run_dir: Path, step: int) -> None:
 
 
 class LineTail:
-    """What was appended to `path`, which need not exist yet, since the last look.
+    """What was appended to `path`, which need not exist yet, since the last look."""
 
-    `at_end`: begin with what is appended from now on instead of with the whole file.
-    """
-
-    def __init__(self, path: Path, *, at_end: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self._inode: int | None = None
         self._offset = 0
         self._rest = b""
-        if at_end and path.exists():
-            status = path.stat()
-            self._inode, self._offset = status.st_ino, status.st_size
 
     def read(self) -> tuple[list[bytes], bool]:
         """The new whole lines without their ends, and whether the file began anew.

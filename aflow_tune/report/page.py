@@ -1,9 +1,8 @@
 """How our pages are made: templates of this folder, rendered whole and written whole.
 
-Self-contained: style and charts are inline, there is no script, and a content policy in the page
-forbids loading or running anything. What a model or a user wrote is hostile until shown
-otherwise: any shape, any length, any character. `plain_text` makes it text whose characters all
-show, and the templates escape it.
+Style and charts are inline, there is no script, and a content policy in the page forbids loading
+or running anything. What a model or a user wrote may have any shape, length and character:
+`plain_text` makes it text whose characters all show, and the templates escape it.
 """
 
 from __future__ import annotations
@@ -54,10 +53,8 @@ def write_page(path: Path, template: str, **content: Any) -> Path:
 
 
 def transcript_pairs(comparison: Comparison) -> list[dict[str, Any]]:
-    """The first items that both sides kept a transcript of, as `side.html.jinja` takes them.
-
-    Chosen by their place in the data set and never by result, so that they are a fair sample.
-    """
+    """The first items that both sides kept a transcript of, for `side.html.jinja`: chosen by their
+    place in the data set, never by result, so that they are a fair sample."""
 
     def side(record: EvalRecord) -> dict[str, Any]:
         calls = [_call(call) for call in record.transcript if isinstance(call, Mapping)]

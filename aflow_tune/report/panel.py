@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a live panel, or plain lines.
 
 `RunFollower` keeps the state of a run by reading what is new in `metrics.jsonl`, the evaluation
-records and the logs, so it works for every engine. `Panel` lives in the command's process and
+records, so it works for every engine. `Panel` lives in the command's process and
 only reads: on a terminal it redraws itself in place; in a notebook, a pipe or a log it prints one
 line for each event. Nothing that goes wrong here, a closed terminal included, may harm the run.
 """
@@ -9,7 +9,6 @@ line for each event. Nothing that goes wrong here, a closed terminal included, m
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import threading
 import time
@@ -34,15 +33,11 @@ from aflow_tune.report.records import EvalRecord, record_files
 from aflow_tune.report.statistics import mean
 
 _RECENT_STEPS = 10
-_WARNING = re.compile(rb"\b(?:WARNING|ERROR|CRITICAL) .*?\.py:\d+\]? (.*)")
-"""A line of Trinity's logs or of `driver.log`; the message follows the place in the source."""
-_NOT_NEWS = b"Save experiences in"
 _INTERVAL_SECONDS = 0.5
 _SIGN_OF_LIFE_SECONDS = 30.0
 """How often a log says how far a long evaluation is."""
 _CHATTY = ("rolling out", "training")
 """Phases that change twice a step: a log has a line for each step already."""
-_BARS = "▁▂▃▄▅▆▇█"
 _SPEED, _LOSS = "speed", "loss"
 _SHOWN = (REWARD, VALID_GRAPHS, *GROUP_HEALTH.values())
 
@@ -52,45 +47,28 @@ class RunFollower:
 
     `now` has what is known of the step under way by the names of metrics, `steps` the same for
     each step that was trained, with the time it ended (seconds since the epoch) and its failures
-    by kind. `held_out` has the mean score of each finished evaluation by task set and step. Of the
-    evaluation under way `evaluated_now` of `evaluated_of` items are done (0: there is none; None:
-    its size is not known).
+    by kind. `held_out` has the mean score of each finished evaluation by task set and step,
+    `evaluating` how many items of the one under way are done (0: there is none).
 
     Args:
         since: evaluations not written to after this time (seconds since the epoch) are not
             under way, only left over from a run that was killed.
-        sizes: items of each held-out task set, where known.
-        logs: whether to follow the logs for warnings, from now on.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *,
-        since: float = 0.0,
-        sizes: Mapping[str, int] | None = None,
-        logs: bool = False,
-    ) -> None:
+    def __init__(self, run_dir: Path, since: float = 0.0) -> None:
         self.run_dir = run_dir
-        self.warning: str | None = None
         self.held_out: dict[str, list[tuple[int, float]]] = {}
-        self.evaluated_now = 0
-        self.evaluated_of: int | None = None
-        self._since, self._given_sizes = since, dict(sizes or {})
+        self.evaluating = 0
+        self._since = since
         self._metrics = LineTail(run_dir / FILE_NAME)
         self._records: dict[tuple[str, int], tuple[LineTail, dict[Any, float | None]]] = {}
-        self._follows_logs = logs
-        self._log_tails = {path: LineTail(path, at_end=True) for path in self._logs()}
         self._forget_metrics()
 
     def _forget_metrics(self) -> None:
         self.now: dict[str, float] = {}
         self.steps: dict[int, tuple[float, dict[str, float], dict[str, float]]] = {}
         self.rewards: dict[int, float] = {}
-        self.losses: dict[int, float] = {}
-        self.evaluated_at: dict[int, float] = {}
         self._finished: set[tuple[str, int]] = set()
-        self._sizes = dict(self._given_sizes)
         self._failures: dict[int, dict[str, float]] = {}
 
     @property
@@ -114,19 +92,11 @@ class RunFollower:
         for line in filter(None, map(parse_line, lines)):
             self._take(line)
         self._read_records()
-        for path in self._logs():
-            for text in self._log_tails.setdefault(path, LineTail(path)).read()[0]:
-                found = _WARNING.search(text)
-                if found and _NOT_NEWS not in text:
-                    self.warning = found[1].decode(errors="replace").strip() or self.warning
         return self
 
     def _take(self, line: MetricsLine) -> None:
         metrics, step = line.metrics, line.step
-        for name, items in finished_evaluations(metrics).items():
-            self._finished.add((name, step))
-            self._sizes[name] = items
-            self.evaluated_at[step] = line.time
+        self._finished |= {(name, step) for name in finished_evaluations(metrics)}
         if failures := failure_counts(metrics):
             self._failures[step] = failures
         if REWARD in metrics:
@@ -136,7 +106,8 @@ class RunFollower:
             self.now[_SPEED] = speed
         if is_training(line) and step > 0:
             for name in [name for name in LOSS if name in metrics][:1]:
-                self.now[_LOSS] = self.losses[step] = metrics[name]
+                self.now[_LOSS] = metrics[name]
+            # The next step may be rolled out by now.
             of_step = {REWARD: self.rewards[step]} if step in self.rewards else {}
             self.steps[step] = line.time, self.now | of_step, self._failures.get(step, {})
 
@@ -145,7 +116,7 @@ class RunFollower:
         for step, path in record_files(folder):
             key = path.parent.relative_to(folder).as_posix(), step
             self._records.setdefault(key, (LineTail(path), {}))
-        self.held_out, self.evaluated_now, self.evaluated_of = {}, 0, None
+        self.held_out, self.evaluating = {}, 0
         for (name, step), (tail, scores) in sorted(self._records.items(), key=lambda it: it[0]):
             lines, anew = tail.read()
             if anew:
@@ -160,11 +131,7 @@ class RunFollower:
                 if means:
                     points.append((step, mean(list(means.values()))))
             elif scores and tail.path.exists() and tail.path.stat().st_mtime >= self._since:
-                self.evaluated_now = len({item for item, _ in scores})
-                self.evaluated_of = self._sizes.get(name)
-
-    def _logs(self) -> list[Path]:
-        return sorted((self.run_dir / "log").glob("*.log")) if self._follows_logs else []
+                self.evaluating = len({item for item, _ in scores})
 
 
 class Panel:
@@ -173,29 +140,19 @@ class Panel:
     Args:
         total_steps: the step that the run will end at.
         console: where to draw; None for standard output.
-        held_out_items: items of each held-out task set, to show how far the first evaluation is.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        total_steps: int,
-        console: Any = None,
-        held_out_items: Mapping[str, int] | None = None,
-    ) -> None:
+    def __init__(self, run_dir: Path, total_steps: int, console: Any = None) -> None:
         from rich.console import Console
 
         self.run_dir, self.total = run_dir, total_steps
         self.console = console or Console()
         self.live: Any = None
-        self._run = RunFollower(run_dir, since=time.time(), sizes=held_out_items, logs=True)
+        self._began = time.time()
+        self._run = RunFollower(run_dir, since=self._began)
         self._phase = "starting"
-        self._own_warning: str | None = None
-        self._started = self._last_sign = time.monotonic()
-        self._steps_began = time.time()
-        self._rolled_out = False
-        self._first_step = 0
-        self._printed: set[tuple[str, int | str]] = set()
+        self._last_sign = self._began
+        self._printed: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="panel", daemon=True)
@@ -203,21 +160,12 @@ class Panel:
     def phase(self, text: str) -> None:
         """Say what is going on now."""
         self._phase = text
-        if text.startswith("rolling out") and not self._rolled_out:
-            self._rolled_out, self._steps_began = True, time.time()
         if self.live is None and text not in _CHATTY:
             self._print(text)
-
-    def warn(self, text: str) -> None:
-        """Show a warning until a later one takes its place."""
-        self._own_warning = text
-        if self.live is None:
-            self._print(f"warning: {text}")
 
     def __enter__(self) -> Panel:
         with _harmless():  # what a resumed run logged before is not news
             run = self._run.update()
-            self._first_step = run.step
             self._printed |= {("step", step) for step in run.steps}
             self._printed |= {(name, step) for name, of in run.held_out.items() for step, _ in of}
         with _harmless():
@@ -257,33 +205,25 @@ class Panel:
             else:
                 self._print_lines()
 
-    def _left(self, before: str, after: str) -> str:
-        """The time left between two texts; "" where it is not known."""
-        run, start, since = self._run, self._first_step, self._steps_began
-        ended = {start: max(since, run.evaluated_at.get(start, since))}
-        ended |= {s: at for s, (at, *_) in run.steps.items() if s > start and at >= since}
+    def _left(self) -> str:
+        """The time left; "" where it is not known."""
+        ended = {step: at for step, (at, *_) in self._run.steps.items() if at >= self._began}
         seconds = seconds_left(ended, self.total, time.time())
-        done = seconds is None or run.step >= self.total
-        return "" if done else f"{before}{clock(seconds or 0.0)}{after}"
+        return "" if seconds is None else f", about {clock(seconds)} left"
 
     def _now(self) -> str:
         """The phase, with what the files tell beyond it."""
         run = self._run
-        if run.evaluated_now:
-            size = f" of {run.evaluated_of}" if run.evaluated_of else ""
-            return f"evaluating: {run.evaluated_now}{size} items"
-        if "rolling out and training" in self._phase:
-            rolled_out = max(run.rewards, default=0)
-            if rolled_out > run.step:
-                return f"training on step {rolled_out}"
-            if run.step < self.total:
-                return f"rolling out step {run.step + 1}"
+        if run.evaluating:
+            return f"evaluating: {run.evaluating} items done"
+        rolled_out = max(run.rewards, default=0)
+        if "rolling out and training" in self._phase and rolled_out > run.step:
+            return f"training on step {rolled_out}"
         return self._phase
 
     def render(self) -> Any:
         """The panel as it stands."""
         from rich.panel import Panel as Box
-        from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
@@ -292,19 +232,10 @@ class Panel:
         table.add_column(style="dim", no_wrap=True)
         table.add_column(overflow="fold")
         table.add_row("now", Text(self._now(), style="bold"))
-        step = Table.grid(padding=(0, 1))
-        bar = ProgressBar(total=max(1, self.total), completed=run.step, width=24)
-        step.add_row(f"{run.step} of {self.total}", bar)
-        table.add_row("step", step)
-        trend = "" if self.console.options.ascii_only else sparkline(run.rewards or run.losses)
-        for number, (label, told) in enumerate(self._figures(run.now, run.failures)):
-            style = "yellow" if label == "failed" else ""
-            table.add_row(label, Text(told if number else f"{told}  {trend}".rstrip(), style=style))
-        elapsed = clock(time.monotonic() - self._started)
-        table.add_row("time", elapsed + self._left(", about ", " left"))
-        warning = self._own_warning or run.warning
-        if warning:
-            table.add_row("warning", Text(_shortened(warning), style="yellow"))
+        table.add_row("step", f"{run.step} of {self.total}")
+        for label, told in self._figures(run.now, run.failures):
+            table.add_row(label, Text(told, style="yellow" if label == "failed" else ""))
+        table.add_row("time", clock(time.time() - self._began) + self._left())
         return Box(table, title="aflow-tune", subtitle=Text(self.run_dir.name), expand=False)
 
     def _print_lines(self) -> None:
@@ -316,11 +247,9 @@ class Panel:
             if ("step", step) not in self._printed:
                 told = [f"{label} {text}" for label, text in self._figures(metrics, failures)]
                 line = "  ".join([f"step {step}/{self.total}", *told])
-                self._once(("step", step), line + self._left(", ", " left"))
-        if run.evaluated_now and time.monotonic() - self._last_sign > _SIGN_OF_LIFE_SECONDS:
+                self._once(("step", step), line + self._left())
+        if run.evaluating and time.time() - self._last_sign > _SIGN_OF_LIFE_SECONDS:
             self._print(self._now())
-        if run.warning:
-            self._once(("warning", run.warning), f"warning: {_shortened(run.warning)}")
 
     def _figures(
         self, metrics: Mapping[str, float], failures: Mapping[str, float]
@@ -344,15 +273,15 @@ class Panel:
         if metrics.get(_SPEED):
             yield "sampling", f"{metrics[_SPEED]:.0f} tokens/s"
 
-    def _once(self, key: tuple[str, int | str], text: str) -> None:
+    def _once(self, key: tuple[str, int], text: str) -> None:
         if key not in self._printed:
             self._printed.add(key)
             self._print(text)
 
     def _print(self, text: str) -> None:
         """One line with the time since the start."""
-        self._last_sign = time.monotonic()
-        line = f"[{clock(time.monotonic() - self._started)}] {text}"
+        self._last_sign = time.time()
+        line = f"[{clock(time.time() - self._began)}] {text}"
         with _harmless():
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
             if self.console.file is sys.stdout:
@@ -360,27 +289,14 @@ class Panel:
 
 
 def seconds_left(ended: Mapping[int, float], total: int, now: float) -> float | None:
-    """From the mean time of the latest steps, evaluations between them included; None before one.
-
-    `ended`: when each step ended, in seconds since the epoch; the first one is where the run set
-    out.
-    """
+    """From the mean time of the latest steps, evaluations between them included; None before two
+    or after the last. `ended`: when each step ended, in seconds since the epoch."""
     done = sorted(ended)[-_RECENT_STEPS - 1 :]
-    if len(done) < 2:
+    if len(done) < 2 or done[-1] >= total:
         return None
     pace = (ended[done[-1]] - ended[done[0]]) / (done[-1] - done[0])
     remaining = pace * (total - done[-1])
     return max(0.0, remaining - min(pace, max(0.0, now - ended[done[-1]])))
-
-
-def sparkline(values: Mapping[int, float], width: int = 24) -> str:
-    """The latest values as a row of bars from the lowest to the highest."""
-    latest = [values[step] for step in sorted(values)][-width:]
-    if len(latest) < 2:
-        return ""
-    low, high = min(latest), max(latest)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((value - low) * scale)] for value in latest)
 
 
 def clock(seconds: float) -> str:
@@ -391,14 +307,6 @@ def clock(seconds: float) -> str:
 
 
 def _harmless() -> contextlib.suppress:
-    """Keeps what goes wrong in showing from the run.
-
-    SystemExit is what rich raises when the reader of a pipe went away (`aflow-tune ... | head`),
-    after it sent the rest of standard output to nowhere.
-    """
+    """Keeps what goes wrong in showing from the run. SystemExit is what rich raises when the reader
+    of a pipe went away (`aflow-tune ... | head`)."""
     return contextlib.suppress(Exception, SystemExit)
-
-
-def _shortened(text: str, width: int = 200) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= width else text[: width - 3] + "..."

@@ -1,10 +1,8 @@
 """The numbers that a person is shown, and the metrics that they are read from.
 
 Names differ between engines and versions, so each quantity lists its sources in order of
-preference; what a run does not log is absent, never zero. Panel and report both read from here.
-
-How much a run used its GPUs is in lines of the role `GPU_ROLE`: `gpu/use`, a mean share, and
-`gpu/seconds`, the time it was measured over, by which all means of it are weighted.
+preference; what a run does not log is absent, never zero. `gpu/use` is a mean share, `gpu/seconds`
+the time it was measured over, by which all means of it are weighted.
 """
 
 from __future__ import annotations
@@ -74,11 +72,8 @@ def finished_evaluations(metrics: Mapping[str, float]) -> dict[str, int]:
 
 
 def sampling_speed(metrics: Mapping[str, float]) -> float | None:
-    """Sampled tokens a second, as logged or else from a rollout's tokens and time.
-
-    Its tokens / its calls x calls of the step / seconds: exact where every call has one choice and
-    no rollout failed.
-    """
+    """Sampled tokens a second, as logged or else tokens / calls of a rollout x calls of the step /
+    seconds: exact where every call has one choice and no rollout failed."""
     logged = metrics.get("rollout/tokens_per_second", metrics.get("explorer/tokens_per_second"))
     if logged is not None:
         return logged

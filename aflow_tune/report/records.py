@@ -37,15 +37,13 @@ class EvalRecord:
     """How one rollout on one held-out item went.
 
     `score` is None where nothing could be scored; `failure` then says why in a word and `reason`
-    in words (their end, at most `MAX_REASON` characters). `item` is the row of the data set.
-    `transcript` lists calls: caller, messages, response, tokens.
+    in words (at most `MAX_REASON` characters). `item` is the row of the data set. `transcript`
+    lists calls: caller, messages, response, tokens.
 
-    `calls` lists every call of the tuned model in the order of their start: `caller`,
-    `prompt_tokens` and `tokens` (drawn; both None where the server did not count them), and where
-    they apply `truncated`, `failed` (no answer came) and `tools` (the tool calls of the answer:
-    `name` and `arguments`). `operators` lists the uses of operators: `operator`, `instance`,
-    `outcome`, `attempts`. `answer` is the `answer_key` of the last response. `kept` is what the
-    workflow kept.
+    `calls` lists every call of the tuned model by its start: `caller`, `prompt_tokens` and `tokens`
+    (drawn; both None where the server did not count), and where they apply `truncated`, `failed`
+    (no answer came) and `tools` (`name` and `arguments`). `operators` lists `operator`, `instance`,
+    `outcome`, `attempts`. `answer` is the `answer_key` of the last response.
     """
 
     step: int
@@ -180,11 +178,8 @@ def traces_of(records: Iterable[EvalRecord]) -> list[tuple[Trace, float | None]]
 
 
 def answer_key(text: str) -> str:
-    """A response's final answer as a short key, so that equal answers can be counted.
-
-    The last `<answer>` tag or `\\boxed{}` says which part is the answer; without one it is the
-    whole text. "" for nothing but white space. Equal keys are equal texts, not equal meanings.
-    """
+    """A response's final answer as a short key, so that equal answers can be counted: the last
+    `<answer>` tag or `\\boxed{}`, else the whole text. "" for nothing but white space."""
     end = text[-_LOOKED_AT:]
     marked = _TAG.findall(end) or boxed_answers(end) or [text]
     answer = " ".join(marked[-1].split())

@@ -3,11 +3,9 @@
 Held-out items are the unit: the rollouts of an item share its difficulty, so they are averaged
 first, and before and after are paired by item.
 
-The t interval comes first (Student, "The Probable Error of a Mean", Biometrika 6, 1908): from
-`SMALL_SAMPLE` items on the mean of bounded differences is close enough to normal, and unlike a
-bootstrap it draws no random numbers. Below that the exact sign test has to agree. Not covered: the
-interval has no width where all items changed by the same amount, and nothing corrects for looking
-at many steps or metrics.
+The t interval (Student, Biometrika 6, 1908) is good from `SMALL_SAMPLE` items on and draws no
+random numbers; below that the exact sign test has to agree. Not covered: the interval has no width
+where all items changed by the same amount, and nothing corrects for looking at many steps.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A policy that writes workflows: its records, what is counted of them, and what they may hide.
+"""A policy that writes workflows, in the report: its records, what is counted, and warnings.
 
 The writer's workflow keeps one record a rollout under `writer` (`aflow_tune.context.keep`): in
-`rollouts/` for training, in the evaluation records for held-out tasks. `writer_section.py` shows
-them.
+`rollouts/` for training, in the evaluation records for held-out tasks.
 
 A record holds what a model wrote, so nothing in it is trusted: a field of another type counts as
-absent, texts are cut, a record that does not say whether its graph was valid is passed over.
+absent, texts are cut, a record that does not say whether its graph was valid is passed over. A
+graph is drawn from its code, which is parsed and never run; escaping is the template's.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from xml.etree import ElementTree
 
+from markupsafe import Markup
+
+from aflow_tune.graph.draw import to_svg
+from aflow_tune.graph.graph import Graph
+from aflow_tune.graph.inside import GRAPH_FILE
+from aflow_tune.operators import OPERATORS, Operator
 from aflow_tune.report.audit import Finding
-from aflow_tune.report.evaluation import Evaluations, per_solved
+from aflow_tune.report.charts import Chart, Curve, Point, draw, number
+from aflow_tune.report.evaluation import Evaluations, pair, per_solved
 from aflow_tune.report.records import read_rollouts
 from aflow_tune.report.statistics import (
     Interval,
@@ -41,28 +49,30 @@ WRITER_CHECKS = (
     "one structure for everything",
     "an executor that fails",
 )
-"""What is looked for, in words."""
+MOST_NODES = 40
+"""Larger graphs are not drawn."""
 
 _MOST_CODE, _MOST_PROMPT, _MOST_TEXT, _MOST_NAME = 20_000, 4_000, 2_000, 60
 _MOST_KEY, _MOST_ENTRIES = 400, 30
+_MOST_ROWS = 6
+"""Structures and kinds of refusals in the table."""
 _NO_MODEL = ("model_failed", "sandbox_unavailable")
+_LEVELS = {
+    Level.CLEAN: "the graph as written",
+    Level.DEFAULT_PROMPTS: "fallback 1: default prompts",
+    Level.SIMPLER: "fallback 2: simpler graph",
+    Level.DEFAULT_WORKFLOW: "fallback 3: default workflow",
+}
 
 
-class RefusalTold(NamedTuple):
-    """One refusal of a record; `message` begins with its place."""
-
-    kind: str
-    message: str
-
-
-def _text(most: int = _MOST_TEXT) -> Callable[[Any], str]:
-    return lambda value: _cut(value, most)
-
-
-def _cut(value: Any, most: int) -> str:
+def _cut(value: Any, most: int = _MOST_TEXT) -> str:
     if not isinstance(value, str):
         return ""
     return value if len(value) <= most else f"{value[: most - 1]}…"
+
+
+def _name(value: Any) -> str:
+    return _cut(value, _MOST_NAME)
 
 
 def _number(value: Any) -> float | None:
@@ -94,20 +104,19 @@ def _entries(read: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
 
     def entries(value: Any) -> dict[str, Any]:
         listed = list(value.items())[:_MOST_ENTRIES] if isinstance(value, Mapping) else []
-        found = {_cut(str(key), _MOST_NAME): read(entry) for key, entry in listed}
+        found = {_name(str(key)): read(entry) for key, entry in listed}
         return {key: entry for key, entry in found.items() if entry is not None}
 
     return entries
 
 
-def _refusals(value: Any) -> list[RefusalTold]:
+def _refusals(value: Any) -> list[tuple[str, str]]:
     found = []
     for entry in value[:_MOST_ENTRIES] if isinstance(value, list) else []:
         if isinstance(entry, Mapping) and isinstance(entry.get("kind"), str):
-            line, column = _whole(entry.get("line")), _whole(entry.get("column"))
-            place = f"line {line}, column {column or 0}: " if line else ""
-            message = place + _cut(entry.get("message"), _MOST_TEXT)
-            found.append(RefusalTold(_cut(entry["kind"], _MOST_NAME), message))
+            line = _whole(entry.get("line"))
+            place = f"line {line}: " if line else ""
+            found.append((_name(entry["kind"]), place + _cut(entry.get("message"))))
     return found
 
 
@@ -121,7 +130,7 @@ class WriterRollout:
     """One rollout of the writer, as its record tells it.
 
     `task` is the task set (for training the step) and the task's number in it, `level` a `Level`,
-    `text` what the policy wrote where no code could be read of it.
+    `refusals` are kinds with messages, `text` is what the policy wrote where no code could be read.
     """
 
     step: int
@@ -129,36 +138,26 @@ class WriterRollout:
     reward: float | None
     valid: bool
     level: int | None = _by(lambda value: n if (n := _whole(value)) in set(Level) else None)
-    problem_type: str = _by(_text(_MOST_NAME))
-    problem: str = _by(_text())
-    text: str = _by(_text(_MOST_PROMPT))
-    prompts: Mapping[str, str] = _by(
-        _entries(lambda value: _cut(value, _MOST_PROMPT) if isinstance(value, str) else None)
-    )
-    code: str = _by(_text(_MOST_CODE))
-    refusals: Sequence[RefusalTold] = _by(_refusals)
+    problem_type: str = _by(_name)
+    problem: str = _by(_cut)
+    text: str = _by(lambda value: _cut(value, _MOST_PROMPT))
+    prompts: Mapping[str, str] = _by(_entries(lambda value: _cut(value, _MOST_PROMPT) or None))
+    code: str = _by(lambda value: _cut(value, _MOST_CODE))
+    refusals: Sequence[tuple[str, str]] = _by(_refusals)
     structure: str | None = _by(_key)
     operators: Mapping[str, int] = _by(_entries(_whole))
-    nodes: int | None = _by(_whole)
-    ending: str = _by(_text(_MOST_NAME))
-    reason: str = _by(_text())
-    answer: str = _by(_text())
+    ending: str = _by(_name)
+    reason: str = _by(_cut)
+    answer: str = _by(_cut)
     score: float | None = _by(_number)
     parts: Mapping[str, float] = _by(_entries(_number))
     usd: float | None = _by(_number)
     tokens: int | None = _by(_whole)
-    seconds: float | None = _by(_number)
-    calls: int | None = _by(_whole)
 
     @property
     def clean(self) -> bool:
         """Whether the written graph itself gave the answer."""
         return self.level == Level.CLEAN
-
-    @property
-    def correct_clean(self) -> float | None:
-        """The score if the written graph itself earned it, else 0; None where unscored."""
-        return self.score if self.score is None or self.clean else 0.0
 
 
 Rollouts = Sequence[WriterRollout]
@@ -166,20 +165,16 @@ Rollouts = Sequence[WriterRollout]
 
 class WriterRecords:
     """All records of a run folder: of training by step, of held-out task sets by name and step.
-    Evaluations that were cut off or have no records are left out.
 
-    `first` and `last` are those of the ends of training (`first` is empty if there is one step),
-    `before` those of the first evaluation of each task set that has a later one, `after` of the
-    last. `latest` is the newest picture of the policy, the last evaluations or else the last steps,
-    `earliest` what it can be compared with, perhaps empty. `every` has training before evaluations.
+    `first` and `last` are the two ends of training (`first` is empty if there is one step),
+    `before` and `after` the first and last evaluations (`before` of task sets that were evaluated
+    twice). `latest` is the newest picture: the last evaluations, or else the last steps.
     """
 
     def __init__(
         self, training: Mapping[int, Rollouts], held_out: Mapping[str, Mapping[int, Rollouts]]
     ) -> None:
         self.training, self.held_out = training, held_out
-        sets = [training, *held_out.values()]
-        self.every = [rollout for of in sets for step in sorted(of) for rollout in of[step]]
         ends = [(of, min(of), max(of)) for of in held_out.values()]
         self.before = [rollout for of, low, high in ends if low < high for rollout in of[low]]
         self.after = [rollout for of, _, high in ends for rollout in of[high]]
@@ -189,7 +184,6 @@ class WriterRecords:
         self.first = [rollout for step in first for rollout in training[step]]
         self.last = [rollout for step in steps[-most:] for rollout in training[step]]
         self.latest = self.after or self.last
-        self.earliest = self.before if self.after else self.first
 
 
 def load_writer(run_dir: Path, evaluations: Evaluations) -> WriterRecords | None:
@@ -231,14 +225,10 @@ def read_rollout(
 class Numbers:
     """What is counted of some rollouts, of which there is at least one.
 
-    Intervals are over tasks, the rollouts of a task being averaged first. A graph counts as read
-    where it has a structure, refused or not. Shares by name have the most frequent first:
-    `refusals` of the rollouts with a refusal of this kind, `operators` of the read graphs that
-    name it; `levels` of the rollouts, `fallbacks` of those not answered by the graph as written.
-    `nodes`: the calls in a graph's source, their mean, smallest and largest. `structures` counts
-    valid graphs, `dominance` is the share of the most frequent one (None without any), `prompts`
-    counts distinct pairs of instance and text. The cost of a solved task is what all rollouts spent
-    on executing for each that scored 1.
+    Intervals are over tasks, the rollouts of a task being averaged first. `levels`, `fallbacks` and
+    `refusals` (by kind) are shares of the rollouts, `structures` counts valid graphs, `shares` are
+    theirs. `clean_score` counts a fallback's answer as 0. The cost of a solved task is what all
+    rollouts spent on executing for each that scored 1.
     """
 
     def __init__(self, rollouts: Rollouts) -> None:
@@ -249,27 +239,18 @@ class Numbers:
         levels = Counter(rollout.level for rollout in rollouts)
         self.levels = {level.value: levels[level] / len(rollouts) for level in Level}
         self.fallbacks = math.fsum(self.levels[level] for level in Level if level != Level.CLEAN)
-        self.refusals = _shares({told.kind for told in r.refusals} for r in rollouts)
-        graphs = [rollout for rollout in rollouts if rollout.structure is not None]
-        self.operators = _shares(graph.operators.keys() for graph in graphs)
-        nodes = [rollout.nodes for rollout in graphs if rollout.nodes is not None]
-        self.nodes = Interval(mean(nodes), min(nodes), max(nodes), len(nodes)) if nodes else None
-        self.structures = dict(structures_of(graphs).most_common())
-        most = max(self.structures.values(), default=0)
-        self.dominance = most / sum(self.structures.values()) if most else None
-        self.prompts = len({prompt for r in rollouts for prompt in r.prompts.items()})
-        self.correct = task_interval(rollouts, lambda rollout: rollout.score)
-        self.correct_clean = task_interval(rollouts, lambda rollout: rollout.correct_clean)
+        kinds = Counter(kind for r in rollouts for kind in {kind for kind, _ in r.refusals})
+        self.refusals = {kind: count / len(rollouts) for kind, count in kinds.items()}
+        self.structures = structures_of(rollouts)
+        total = self.structures.total()
+        self.shares = {key: count / total for key, count in self.structures.items()}
+        self.score = task_interval(rollouts, lambda r: r.score)
+        self.clean_score = task_interval(
+            rollouts, lambda r: r.score if r.score is None or r.clean else 0.0
+        )
         solved = sum(r.score is not None and r.score >= 1.0 for r in rollouts)
         self.usd_per_solved = per_solved(_sum_if_known(r.usd for r in rollouts), solved)
         self.tokens_per_solved = per_solved(_sum_if_known(r.tokens for r in rollouts), solved)
-
-
-def _shares(names: Iterable[Iterable[str]]) -> dict[str, float]:
-    """Of collections of names the share that has each."""
-    listed = list(names)
-    counts = Counter(name for found in listed for name in found)
-    return {name: number / len(listed) for name, number in counts.most_common()}
 
 
 def _sum_if_known(values: Iterable[float | None]) -> float | None:
@@ -294,7 +275,7 @@ def steps_told(rollouts: Rollouts) -> str:
 
 
 def task_means(
-    rollouts: Iterable[WriterRollout], value: Callable[[WriterRollout], float | None]
+    rollouts: Rollouts, value: Callable[[WriterRollout], float | None]
 ) -> dict[tuple[str, int], float]:
     """The mean of a value over the rollouts of each task that has it."""
     by_task: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -306,37 +287,35 @@ def task_means(
 
 
 def task_interval(
-    rollouts: Iterable[WriterRollout], value: Callable[[WriterRollout], float | None]
+    rollouts: Rollouts, value: Callable[[WriterRollout], float | None]
 ) -> Interval | None:
     """The mean over tasks of a value in [0, 1] with its 95% interval; None if none has it."""
     return share_or_mean_interval(list(task_means(rollouts, value).values()), shares=True)
 
 
+# Warnings
+
+
 def audit_writer(records: WriterRecords, evaluations: Evaluations) -> Iterator[Finding]:
     """All warnings about the writer's records, as in `audit.py`: where chance is an unlikely
     reason. `evaluations` tell what their operators did."""
-    fewer, earning = WRITER_CHECKS[:2]
+    fewer, earning, one_structure, executor = WRITER_CHECKS
+    falls = []
     intervals = [task_interval(rollouts, is_valid) for rollouts in records.training.values()]
     shares = [interval.mean for interval in intervals if interval is not None]
-    change = rise(shares)
-    if change is not None and change.high is not None and change.high < 0:
-        yield Finding(
-            fewer,
-            f"The share of valid graphs fell by {-change.mean:.0%} from the first to the second "
-            f"half of {len(shares)} training steps.",
-            "The refusals by kind say what the policy began to do wrong. A lower learning rate or "
-            "a stronger KL term keeps it nearer to what it could do.",
-        )
+    if (change := rise(shares)) is not None:
+        falls.append((change, f"from the first to the second half of {len(shares)} training steps"))
     first, last = (task_means(of, is_valid) for of in (records.before, records.after))
     if tasks := sorted(first.keys() & last.keys()):
         change = paired_difference([first[task] for task in tasks], [last[task] for task in tasks])
+        falls.append((change, f"on {len(tasks)} held-out tasks to {steps_told(records.after)}"))
+    for change, where in falls:
         if change.high is not None and change.high < 0:
             yield Finding(
                 fewer,
-                f"On {len(tasks)} held-out tasks the share of valid graphs fell by "
-                f"{-change.mean:.0%} from {steps_told(records.before)} to "
-                f"{steps_told(records.after)}.",
-                "Look at the refusals of the last evaluation, and use earlier weights.",
+                f"The share of valid graphs fell by {-change.mean:.0%} {where}.",
+                "The refusals by kind say what the policy began to do wrong. Use earlier weights, "
+                "a lower learning rate or a stronger KL term.",
             )
     # No matter of chance: the reward of this package keeps clean rollouts and fallbacks apart.
     for where, steps in {"training": records.training, **records.held_out}.items():
@@ -356,38 +335,20 @@ def audit_writer(records: WriterRecords, evaluations: Evaluations) -> Iterator[F
                 "A policy can then gain by writing rubbish: let no fallback earn what a clean "
                 "rollout earns.",
             )
-    yield from _certain_shares(records, evaluations)
-
-
-def _certain_shares(records: WriterRecords, evaluations: Evaluations) -> Iterator[Finding]:
-    """Shares that are certainly (Wilson, 95%) larger than they should be, of enough cases."""
-    latest = records.latest
-    place = f"At {steps_told(latest)}"
+    latest, place = records.latest, f"At {steps_told(records.latest)}"
     uses: Counter[str] = Counter()
     for name, held_out in records.held_out.items():
         for record in evaluations[name][max(held_out)].records if name in evaluations else ():
             uses.update(str(use.get("outcome")) for use in record.operators)
+    failed = sum(uses[outcome] for outcome in _NO_MODEL)
     graphs = structures_of(latest)
-    dominant = max(graphs.values(), default=0)
-    types = {rollout.problem_type for rollout in latest if rollout.valid and rollout.structure}
-    kinds = f" on {len(types)} problem types" if len(types) > 1 else ""
+    same = max(graphs.values(), default=0)
     unrewarded = sum(rollout.reward is None for rollout in latest)
-    # The default workflow is ours and tested: it should not end without an answer.
-    defaults = Counter(
-        rollout.ending
-        for rollout in latest
-        if rollout.level == Level.DEFAULT_WORKFLOW and rollout.ending and rollout.reward is not None
-    )
-    endings = Counter({ending: n for ending, n in defaults.items() if ending != "answered"})
-    often = endings.most_common(1)[0][0] if endings else ""
-    no_model = {outcome: uses[outcome] for outcome in _NO_MODEL if uses[outcome]}
-    failed_uses = sum(no_model.values())
-    told = ", ".join(f"{number} {outcome}" for outcome, number in no_model.items())
-    one_structure, executor = WRITER_CHECKS[2:]
+    # Warned of where the share is certainly (Wilson, 95%) larger than allowed, of enough cases.
     cases: tuple[tuple[str, int, int, int, float, str, str], ...] = (
         (
-            *(one_structure, dominant, graphs.total(), 20, 0.9),
-            f"{place} {dominant} of {graphs.total()} valid graphs{kinds} have the same structure.",
+            *(one_structure, same, graphs.total(), 20, 0.9),
+            f"{place} {same} of {graphs.total()} valid graphs have the same structure.",
             "One template for every task is no written workflow: compare with the fixed default "
             "workflow, vary the examples of the prompt or of the warm start, or sample hotter.",
         ),
@@ -399,20 +360,152 @@ def _certain_shares(records: WriterRecords, evaluations: Evaluations) -> Iterato
             "tasks is no fair sample.",
         ),
         (
-            *(executor, endings.total(), defaults.total(), 10, 0.2),
-            f"{place} {endings.total()} of {defaults.total()} rollouts of the default workflow "
-            f"had no answer (most often: {often}).",
-            "Its graph is tested: look at the executor's server, key and limits, and at the "
-            "sandbox.",
-        ),
-        (
-            *(executor, failed_uses, uses.total(), 10, 0.1),
-            f"In the last evaluations {failed_uses} of {uses.total()} uses of operators failed for "
-            f"no fault of their graph ({told}).",
+            *(executor, failed, uses.total(), 10, 0.1),
+            f"In the last evaluations {failed} of {uses.total()} uses of operators failed because "
+            "a model or the sandbox did.",
             "Their scores speak of the executor and not of the policy: look at its server, key and "
             "limits, and evaluate again.",
         ),
     )
-    for check, number, of, least, allowed, found, cure in cases:
-        if of >= least and wilson_interval(number, of)[0] > allowed:
+    for check, count, of, least, allowed, found, cure in cases:
+        if of >= least and wilson_interval(count, of)[0] > allowed:
             yield Finding(check, found, cure)
+
+
+# What is shown
+
+
+def writer_section(records: WriterRecords) -> dict[str, Any]:
+    """What `writer.html.jinja` shows: one table, one chart, and examples."""
+    ends = {"training": (records.first, records.last), "held-out": (records.before, records.after)}
+    phases = [(kind, rollouts) for kind, both in ends.items() for rollouts in both if rollouts]
+    held_out = []  # valid graphs before and after, on the same tasks
+    for name, steps in records.held_out.items():
+        before, after = (task_means(steps[at], is_valid) for at in (min(steps), max(steps)))
+        paired = pair({n: v for (_, n), v in before.items()}, {n: v for (_, n), v in after.items()})
+        if len(steps) > 1 and paired is not None:
+            held_out.append(f"{name}: {paired.numbers()}")
+    training = {step: Numbers(of_step) for step, of_step in records.training.items()}
+    valid = [Point(step, n.valid.mean, n.valid.low, n.valid.high) for step, n in training.items()]
+    clean = [Point(step, n.levels[Level.CLEAN]) for step, n in training.items()]
+    curves = [Curve("valid", valid), Curve("answered as written", clean, 2)]
+    chart = Chart(
+        "Valid graphs", "share of the rollouts in training, 95% interval", curves, "share"
+    )
+    return {
+        "phases": [f"{kind}, {steps_told(rollouts)}" for kind, rollouts in phases],
+        "rows": _rows([Numbers(rollouts) for _, rollouts in phases]),
+        "held_out": held_out,
+        "charts": draw([chart], (min(training, default=0), max(training, default=0))),
+        "examples": examples(records.latest),
+        "levels": _LEVELS,
+    }
+
+
+def _rows(phases: Sequence[Numbers]) -> list[tuple[str, list[str]]]:
+    """The table of numbers: labels, each with a text for each phase."""
+
+    def told(found: Interval | None) -> str:
+        return found.text() if found else ""
+
+    def amount(found: float | None) -> str:
+        return "" if found is None else number(found)
+
+    refusals: Counter[str] = Counter()
+    structures: Counter[str] = Counter()
+    for phase in phases:
+        refusals.update(phase.refusals)
+        structures.update(phase.shares)
+    table: list[tuple[str, Callable[[Numbers], str]]] = [
+        ("rollouts", lambda n: str(n.rollouts)),
+        ("valid graphs", lambda n: n.valid.text()),
+        *(
+            (f"answered by {name}", lambda n, level=level: f"{n.levels[level]:.0%}")
+            for level, name in _LEVELS.items()
+        ),
+        ("score", lambda n: told(n.score)),
+        ("score, fallbacks as 0", lambda n: told(n.clean_score)),
+        ("US dollars a solved task", lambda n: amount(n.usd_per_solved)),
+        ("tokens a solved task", lambda n: amount(n.tokens_per_solved)),
+        *(
+            (f"refused: {kind}", lambda n, kind=kind: f"{n.refusals.get(kind, 0.0):.0%}")
+            for kind, _ in refusals.most_common(_MOST_ROWS)
+        ),
+        ("distinct structures", lambda n: str(len(n.structures))),
+        *(
+            (f"valid graphs like {key}", lambda n, key=key: f"{n.shares.get(key, 0.0):.0%}")
+            for key, _ in structures.most_common(_MOST_ROWS)
+        ),
+    ]
+    rows = [(label, [text(phase) for phase in phases]) for label, text in table]
+    return [(label, texts) for label, texts in rows if any(texts)]
+
+
+def examples(rollouts: Rollouts) -> list[dict[str, Any]]:
+    """A rollout with a graph of the most frequent structure, and one with the most frequent
+    refusal; of each kind the one in the middle by reward."""
+    kinds: dict[str, dict[str, list[WriterRollout]]] = {
+        "A graph of the most frequent structure": defaultdict(list),
+        "A graph with the most frequent refusal": defaultdict(list),
+    }
+    valid, refused = kinds.values()
+    for rollout in rollouts:
+        if rollout.valid and rollout.structure:
+            valid[rollout.structure].append(rollout)
+        elif not rollout.valid and rollout.refusals:
+            refused[rollout.refusals[0][0]].append(rollout)
+    found: list[dict[str, Any]] = []
+    for title, groups in kinds.items():
+        for most in sorted(groups.values(), key=len)[-1:]:
+            most.sort(key=lambda r: -math.inf if r.reward is None else r.reward)
+            shown = most[len(most) // 2]
+            drawing = drawing_of(shown.code, shown.operators, f"graph-{len(found)}")
+            found.append({"title": title, "rollout": shown, "drawing": drawing})
+    return found
+
+
+def summary_line(records: WriterRecords) -> str:
+    """For the end of a run: valid graphs, fallbacks and distinct structures, before and now."""
+    earliest = records.before if records.after else records.first
+    told = []
+    for rollouts in filter(None, (earliest, records.latest)):
+        n = Numbers(rollouts)
+        told.append(
+            f"{n.valid.mean:.0%} valid, {n.fallbacks:.0%} answered by a fallback, "
+            f"{len(n.structures)} structures ({steps_told(rollouts)})"
+        )
+    kind = "held-out" if records.after else "training"
+    return f"Written graphs, {kind}: {' -> '.join(told)}."
+
+
+def drawing_of(code: str, operators: Collection[str] = (), name: str = "graph") -> str:
+    """The drawing of the graph of this code; "" where there is nothing that could be drawn.
+
+    An element tree escapes every text. The drawing's own style and background are taken out: the
+    page's style gives it the colours of light and dark, and a style would reach the whole page.
+
+    Args:
+        operators: names of operators beside the registry's that the code may use.
+        name: unlike that of any other drawing of the page.
+    """
+    if not code or len(code) >= _MOST_CODE:
+        return ""
+    own = {other: Operator for other in operators if other not in OPERATORS}
+    try:
+        flow = Graph(name, {GRAPH_FILE: code}, operators=own).flow
+    except (RecursionError, MemoryError):
+        return ""
+    if not 0 < len(flow.nodes) <= MOST_NODES:
+        return ""
+    root = ElementTree.fromstring(to_svg(flow, title=name))
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        if element.get("marker-end"):
+            element.set("marker-end", f"url(#{name}-head)")
+        if element.tag == "marker":
+            element.set("id", f"{name}-head")
+    for child in list(root):
+        if child.tag == "style" or (child.tag == "rect" and child.get("width") == "100%"):
+            root.remove(child)
+    root.set("class", "graph")
+    return Markup(ElementTree.tostring(root, encoding="unicode"))

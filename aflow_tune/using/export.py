@@ -1,19 +1,14 @@
 """What a run has to give to other tools: its adapter, the merged model, the best workflows.
 
-`adapter` and `merged` come from any checkpoint; the base model is the one that the run's
-configuration names. `workflows` come from the records of the run and are written as AFlow keeps
-its rounds: `round_1` is the best, `results.json` beside them has AFlow's columns, and
-`index.json` says what AFlow has no column for. Nothing that exists is written over.
-
-Policies seldom write the same text twice, but they repeat themselves in structure: so workflows
-are compared by structure and type of problem, by the mean reward of all their uses in training and
-in evaluations. Those with few uses are left out, because one lucky use says little. Of each
-structure the text stays that was rewarded best.
+`workflows` come from the records of the run and are written as AFlow keeps its rounds: `round_1`
+is the best, `results.json` beside them has AFlow's columns, `index.json` the rest. Policies seldom
+write the same text twice, so workflows are compared by structure and type of problem, by the mean
+reward of all their uses; of each structure the text is written that was rewarded best. Nothing
+that exists is written over.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aflow_tune.config.load import load_config
-from aflow_tune.engines.local.checkpoint import CheckpointError
 from aflow_tune.errors import BadInput
 from aflow_tune.evaluation.trained import RESOLVED, Found, config_source, stage_folders, trained_run
 from aflow_tune.files import write_json
@@ -55,23 +49,17 @@ class Use(NamedTuple):
 
 
 Best = dict[str, Any]
-"""What `index.json` tells of the best text of one structure for one type of problem.
-
-`uses` are the rollouts of this structure for this type; over them are the means of `reward`, of
-`score` (of the uses that were scored), of `usd` and of `tokens`, prompt and completion of the
-models that ran it (None: not known of some use), and `clean`, the share that answered as it was
-written. `text_uses` and `text_reward` are those of this very text; `operators` are its call sites.
+"""What `index.json` tells of one structure for one type of problem: over its `uses` the means of
+`reward`, `score` (of those scored), `usd` and `tokens` of the executor (None: not known of some
+use), and `clean`, the share answered as written; `operators` are the call sites of its best text.
 """
 
 
 def export_checkpoint(
     run: Path, which: str, what: str, out: Path, *, config: Path | None = None
 ) -> Written:
-    """Write the adapter or the merged model of a checkpoint, of a run that may be going on, into
-    the new folder `out`.
-
-    Args:
-        which: last, best (by the run's own evaluations), or a step.
+    """Write the adapter or the merged model of a checkpoint (last, best by the run's own
+    evaluations, or a step) into the new folder `out`.
 
     Raises:
         BadInput: there is no such checkpoint, `out` exists, full weights have no adapter, or the
@@ -84,13 +72,7 @@ def export_checkpoint(
     _refuse_existing(out)
     found = _find_checkpoint(run, which)
     name = load_config(config_source(found, config)).model.model_path
-    try:
-        weights, spec = read_weights(found.weights)
-    except CheckpointError:
-        if found.weights.is_dir():
-            raise
-        # The run has taken it away meanwhile.
-        return export_checkpoint(run, which, what, out, config=config)
+    weights, spec = read_weights(found.weights)
     if what == "adapter" and spec is None:
         raise BadInput.of(
             "This run has no adapter.",
@@ -136,15 +118,9 @@ def export_workflows(
 ) -> Written:
     """Write the best workflows of a run, or of all stages of a chain, as rounds of AFlow.
 
-    Args:
-        out: gets `round_1` ... and the two lists; AFlow looks for it at
-            `workspace/DATASET/workflows`.
-        dataset: None for the one of that path, of the run's `writer.benchmark`, or a usual one
-            for the type of problem.
-        config: in place of the run's own, for its benchmark and the user's operators.
-
-    Raises:
-        BadInput: `out` holds rounds or lists already, or the run has no such workflow.
+    `dataset` None: the one of the path `DATASET/workflows`, of the run's `writer.benchmark`, or a
+    usual one for the type of problem. `config` is read in place of the run's own. Raises BadInput
+    if `out` holds rounds or lists already, or the run has no such workflow.
     """
     for there in [out / RESULTS, out / INDEX, *sorted(out.glob("round_*"))]:
         _refuse_existing(there)
@@ -174,10 +150,9 @@ def export_workflows(
         benchmark = settings.writer.benchmark
         operators = load_operators(settings.operators, settings.positions.base)
     place = out.expanduser().resolve()
-    of_path = re.fullmatch(r"[A-Za-z_]\w*", place.parent.name)
-    if dataset is None and place.name.startswith("workflows") and of_path:
-        dataset = of_path[0]
-    named = dataset or AFLOW_NAMES.get(benchmark or "", benchmark)
+    if place.name.startswith("workflows") and place.parent.name.isidentifier():
+        dataset = dataset or place.parent.name
+    dataset = dataset or AFLOW_NAMES.get(benchmark or "", benchmark)
     paths: list[Path] = []
     notes: list[str] = []
     results, index = [], []
@@ -185,18 +160,15 @@ def export_workflows(
         number, kind = len(paths) + 1, best["problem_type"]
         name = f"round_{number}"
         graph = Graph(name, {GRAPH_FILE: text.code}, operators=operators, instructions=text.prompts)
-        of_type = DATASETS.get(kind, kind)
+        of_kind = dataset or DATASETS.get(kind, kind)
         try:
-            round_ = save_round(graph, out / name, dataset=named or of_type, round_number=number)
+            round_ = save_round(graph, out / name, dataset=of_kind, round_number=number)
         except BadInput as error:
             notes.append(f"left out: {best['structure']} ({kind}): {error}")
             continue
         if round_.only_here:
             names = ", ".join(round_.only_here)
-            notes.append(
-                f"{name}: AFlow will not use the prompts of {names}: operators that it "
-                "gives prompts from its own template, or that the code never calls by name"
-            )
+            notes.append(f"{name}: AFlow has its own prompts for {names} and will not use these")
         notes += [f"{name}: {note}" for note in round_.notes]
         paths.append(round_.folder)
         usd = best["usd"]
@@ -216,9 +188,8 @@ def export_workflows(
 
 
 def uses_in(run_dir: Path) -> Iterator[Use]:
-    """Every rewarded rollout of a valid workflow in a run folder, evaluations included: the run's
-    own, and those of `aflow-tune eval`, whose folder may also stand for a run's. Raises ValueError,
-    with file and line, if records are damaged."""
+    """Every rewarded rollout of a valid workflow in a run folder, its own evaluations and those of
+    `aflow-tune eval` included. Raises ValueError if records are damaged."""
     for rollout in read_rollouts(run_dir):
         task = (f"step {rollout.step}", rollout.task)
         yield from _use(rollout.kept, rollout.step, task, rollout.reward)
@@ -257,8 +228,6 @@ def best_of(uses: Iterable[Use], least_uses: int) -> list[tuple[Use, Best]]:
             "clean": mean([float(rollout.clean) for rollout in every]),
             "usd": _mean_if_known([rollout.usd for rollout in every]),
             "tokens": _mean_if_known([rollout.tokens for rollout in every]),
-            "text_uses": len(chosen),
-            "text_reward": _reward(chosen),
         }
         found.append((chosen[0], best))
     order = ("problem_type", "structure")

@@ -3,13 +3,10 @@
     async with open_trained(Path("runs/my_project/my_run")) as inferer:
         solved = await inferer.solve(Problem("What is 17 * 23?", "math"))
 
-The policy is sampled as held-out tasks are, on the local sampler or behind an endpoint; the
-workflow is the run's own `writer:`, so it is asked, checked, run and rewarded here as it was
-while it trained, fallbacks included. Problems may be solved side by side. The budget of the run
-is not charged: what one problem may cost at most is what `writer.max_calls`, `max_tokens` and
-`max_usd` let one graph use.
-
-`evaluation/trained.py` says which weights a folder means.
+The workflow is the run's own `writer:`, so it is asked, checked, run and rewarded here as it was
+while it trained, fallbacks included. The budget of the run is not charged: what one problem may
+cost is bounded by `writer.max_calls`, `max_tokens` and `max_usd`. Problems may be solved side by
+side. `evaluation/trained.py` says which weights a folder means.
 """
 
 from __future__ import annotations
@@ -55,9 +52,6 @@ from aflow_tune.writer.workflow import TYPE_OF_BENCHMARK, WriterRun, WriterWorkf
 
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
-
-
-_MAX_FAULTS = 20
 
 
 def open_trained(
@@ -121,14 +115,9 @@ def open_trained(
 class Inferer:
     """A policy with its executor, loaded while the context is open.
 
-    Args:
-        config: made ready by `trained.make_ready`.
-        weights: a checkpoint, adapter or model folder; None for the base model.
-        workflow: what the policy's answers are run by.
-        title: what to call the policy.
-        sampling: of the policy: temperature, top_p, top_k, max_tokens.
-
-    `seconds` bounds the solving of one problem: `rollout.run_timeout`, unless it is set.
+    `weights` None: the base model. `title` is what to call the policy; `sampling` its temperature,
+    top_p, top_k and max_tokens. `seconds` bounds the solving of one problem: `rollout.run_timeout`,
+    unless it is set.
     """
 
     config: AflowConfig
@@ -159,16 +148,11 @@ class Inferer:
 
     @property
     def private(self) -> dict[str, str]:
-        """What others need not know, with what to say instead: folders and addresses of models.
-
-        They can stand in the reasons of failures, which a graph may return as its answer.
-        """
+        """Folders and addresses of models, with what to tell others instead: they can stand in the
+        reasons of failures, which a graph may return as its answer."""
         config = self.config
-        models = [
-            config.model.model_path,
-            *(m.model_path for m in config.explorer.auxiliary_models),
-        ]
-        folders = [*models, self.weights, config.checkpoint_root_dir, Path.home(), Path.cwd()]
+        paths = [model.model_path for model in (config.model, *config.explorer.auxiliary_models)]
+        folders = [*paths, self.weights, config.checkpoint_root_dir, Path.home(), Path.cwd()]
         names = {
             str(folder): Path(str(folder)).name or "a folder"
             for folder in folders
@@ -181,7 +165,6 @@ class Inferer:
         return dict(sorted(names.items(), key=lambda item: -len(item[0])))
 
     async def __aenter__(self) -> Inferer:
-        """Load policy and auxiliary models. Raises BadInput if that is impossible."""
         config = self.config
         async with contextlib.AsyncExitStack() as stack:
             local = await stack.enter_async_context(LocalModels())
@@ -200,10 +183,8 @@ class Inferer:
         await self._stack.aclose()
 
     async def solve(self, problem: Problem, sample: int = 0) -> Solved:
-        """Ask the policy, run what it writes, and where the truth is known, score the answer.
-
-        Args:
-            sample: another number draws other random numbers, the same one the same.
+        """Ask the policy, run what it writes, and where the truth is known, score the answer. The
+        same `sample` draws the same random numbers.
 
         Raises:
             ModelError: the policy did not answer.
@@ -288,15 +269,13 @@ def benchmark_row(problem: Problem, configured: str | None) -> tuple[str, dict[s
     return name, rows.get(name) or {**code, gold: ""}
 
 
-# Many problems from a file: each line one, some at once, every result one line of JSON. With an
-# output file the same command goes on where it was stopped: a result says which row and which
-# sample it belongs to, and of what it was made (`key`: the row, the weights, the settings).
+# Many problems from a file, each result one line of JSON
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the file. `number` counts from 1, blank lines left out; `key` changes with what
-    decides its result; `id` is what the row calls itself, handed through."""
+    """One line of the file. `number` counts from 1 without blank lines; `key` changes with what
+    decides its result: the row, the weights, the settings."""
 
     number: int
     problem: Problem
@@ -305,15 +284,8 @@ class Row:
 
 
 def read_rows(file: Path, make: str, default_type: str | None = None) -> list[Row]:
-    """The problems of a JSONL file.
-
-    Args:
-        make: of what results are made, beside the row itself.
-        default_type: of rows that do not say their type.
-
-    Raises:
-        BadInput: with the faulty rows and their lines.
-    """
+    """The problems of a JSONL file. `make` is what decides results beside the row itself,
+    `default_type` is for rows that do not say theirs. Raises BadInput with the faulty lines."""
     title = "These problems cannot be asked."
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
@@ -342,7 +314,7 @@ def read_rows(file: Path, make: str, default_type: str | None = None) -> list[Ro
     if not rows and not faults:
         faults.append(Fault(str(file), "at least one problem", "none", "add a line"))
     if faults:
-        raise BadInput(title, faults[:_MAX_FAULTS])
+        raise BadInput(title, faults[:20])
     return rows
 
 
@@ -356,11 +328,8 @@ async def run_batch(
     say: Callable[[str], None],
 ) -> int:
     """Solve every row `samples` times; results go to `out`, or to standard output. Returns how many
-    rows have an answer in at least one sample.
-
-    Raises:
-        BadInput: `out` holds other results.
-    """
+    rows have an answer in at least one sample. A second call with the same `out` makes only what
+    is missing; raises BadInput if that holds other results."""
     done = _kept(out, rows, samples) if out is not None else {}
     answered = {number for (number, _), got in done.items() if got}
     count, total = len(done), len(rows) * samples

@@ -1,17 +1,15 @@
 """Problem in, workflow and answer out, over HTTP: `POST /solve`, and a small page for people.
 
 Bounded are how large a request is, how many are worked on at once (one more is told 429) and how
-long one may take. A client that goes away cancels its work. What a client is told of a failure is a
-sentence of ours, without path, address or key; the details stand in the server's own log.
+long one may take. A client that goes away cancels its work. What a client is told of a failure has
+no path, address or key; the details stand in the server's own log.
 
-Who may ask is decided by `Guard`. A server on loopback can still be reached by every web page
-that is open on the same machine: a page can send requests to 127.0.0.1, and a name of its own
-that resolves there (DNS rebinding) makes them look like its own. So a request has to carry the
-address that we listen on as its `Host`, must not come from another origin, and what starts work
-has to be JSON, which a foreign page cannot send without being asked first. Off loopback a token
-is asked for instead of the name, because nobody can know what names a machine has. Not covered:
-encryption (that is for a proxy), and other users of the same machine, who share its loopback:
-give a token there too.
+`Guard` decides who may ask. Every web page that is open on this machine can send requests to
+127.0.0.1, and a name of its own that resolves there (DNS rebinding) makes them look like its own.
+So a request must carry our address as its `Host`, must not come from another origin, and what
+starts work must be JSON, which a foreign page cannot send without being asked first. Off loopback
+a token is asked for instead of the name. Not covered: encryption (that is for a proxy), and other
+users of the same machine, who share its loopback: give a token there too.
 """
 
 from __future__ import annotations
@@ -80,12 +78,9 @@ _HEADERS = {
 class SolveServer:
     """Serves a solver. `run` returns when it was stopped.
 
-    Args:
-        solver: has `async def solve(problem: Problem) -> Solved`, for many problems at once.
-        title: what the policy is called.
-        at_once: problems that are worked on at the same time.
-        seconds: for one problem, the policy's writing and all fallbacks included.
-        private: texts that are in no answer, with what stands there instead.
+    `solver` has `async def solve(problem: Problem) -> Solved`; of its problems `at_once` are worked
+    on at the same time, `seconds` each at most. `private` are texts that are in no answer, with
+    what stands there instead.
     """
 
     def __init__(
@@ -109,11 +104,7 @@ class SolveServer:
         self._server: uvicorn.Server | None = None
 
     def listen(self) -> str:
-        """Take the port (0: a free one); returns the address to open.
-
-        Raises:
-            RunFailed: it cannot be bound.
-        """
+        """Take the port (0: a free one); returns the address to open. Raises RunFailed."""
         try:
             self._listener = bound_socket(self.host, self.port)
             self._listener.listen(MAX_CONNECTIONS)
@@ -162,26 +153,26 @@ class SolveServer:
 
         @app.exception_handler(HTTPException)
         async def refused(_: Request, error: HTTPException) -> Response:
-            what = {404: "there is nothing here", 405: "not with this method"}
-            told = what.get(error.status_code, str(error.detail))
-            return _error(error.status_code, f"{told}; POST /solve takes a problem, GET / the page")
+            hint = "POST /solve takes a problem, GET / the page"
+            return _error(error.status_code, f"{error.detail}; {hint}")
 
         async def page(request: Request) -> Response:
             name, kind = _PAGE[request.url.path]
             text = resources.files("aflow_tune.using").joinpath(name).read_text("utf-8")
             return Response(text, media_type=kind)
 
+        for path in _PAGE:
+            app.get(path)(page)
+
+        @app.get("/health")
         async def health() -> Response:
             working = len(self._working)
             return _json(200, {"status": "ok", "working": working, "at_once": self.at_once})
 
+        @app.get("/about")
         async def about() -> Response:
             return _json(200, {"title": self.title, "seconds": self.seconds})
 
-        for path in _PAGE:
-            app.get(path)(page)
-        app.get("/health")(health)
-        app.get("/about")(about)
         app.post("/solve")(self._solve)
         return app
 
@@ -201,21 +192,16 @@ class SolveServer:
         try:
             problem = Problem.of(_read(body), "request")
         except BadInput as error:
-            faults = [
-                {"where": fault.where, "expected": fault.expected, "found": fault.found}
-                for fault in error.faults
-            ]
+            names = ("where", "expected", "found")
+            faults = [{name: getattr(fault, name) for name in names} for fault in error.faults]
             return _json(400, {"error": error.title, "faults": faults})
         if len(self._working) >= self.at_once:
             told = f"{self.at_once} problems are being worked on, the most at once; try again later"
             return _error(429, told, {"retry-after": "5"})
 
-        async def bounded() -> Solved:
-            async with asyncio.timeout(self.seconds):
-                solved: Solved = await self.solver.solve(problem)
-                return solved
-
-        task = asyncio.create_task(bounded())
+        task: asyncio.Task[Solved] = asyncio.create_task(
+            asyncio.wait_for(self.solver.solve(problem), self.seconds)
+        )
         self._working.add(task)
         task.add_done_callback(self._working.discard)
         gone = asyncio.ensure_future(_disconnected(request))
@@ -230,11 +216,9 @@ class SolveServer:
             return Response(status_code=CLIENT_CLOSED)
         if task.cancelled():
             return _error(503, "the server is being stopped")
-        problem_met = task.exception()
-        if problem_met is not None:
-            return _told(problem_met)
-        content = _sendable(self.private, task.result())
-        return _json(200, {**content, "problem": problem.text})
+        if (error_met := task.exception()) is not None:
+            return _told(error_met)
+        return _json(200, {**_sendable(self.private, task.result()), "problem": problem.text})
 
 
 class _Server(uvicorn.Server):
@@ -246,10 +230,8 @@ class _Server(uvicorn.Server):
 
 @dataclass(frozen=True)
 class Guard:
-    """An ASGI application in front of `app`, which sees only what may come in.
-
-    `hosts` are the values of `Host` that are let in; None lets in all, which needs a `token`.
-    """
+    """An ASGI application in front of `app`, which sees only what may come in. `hosts` are the
+    values of `Host` that are let in; None lets in all, which needs a `token`."""
 
     app: ASGIApp
     hosts: frozenset[str] | None
@@ -262,11 +244,8 @@ class Guard:
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = list(message.get("headers", ()))
-                named = {name for name, _ in headers}
                 ours = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
-                headers += [(name, value) for name, value in ours if name not in named]
-                message = {**message, "headers": headers}
+                message = {**message, "headers": [*message.get("headers", ()), *ours]}
             await send(message)
 
         refused = self._refused(scope)
@@ -305,7 +284,7 @@ def is_loopback(host: str) -> bool:
 
 
 def own_hosts(host: str, port: int) -> frozenset[str] | None:
-    """What `Host` may say to a server on `host`; None off loopback, where it may say anything."""
+    """What `Host` may say to a server on `host`; None (anything) off loopback."""
     if not is_loopback(host):
         return None
     own = f"[{host}]" if ":" in host else host
@@ -315,11 +294,8 @@ def own_hosts(host: str, port: int) -> frozenset[str] | None:
 
 
 def token_for(host: str, variable: str | None) -> str | None:
-    """The token from the environment variable that was named.
-
-    Raises:
-        BadInput: off loopback without one, or the variable does not hold one.
-    """
+    """The token from the environment variable that was named. Raises BadInput off loopback without
+    one, or if the variable does not hold one."""
     if variable is None and is_loopback(host):
         return None
     if variable is None:
@@ -358,16 +334,12 @@ def _told(error: BaseException) -> Response:
 
 async def _body(request: Request) -> bytes | None:
     """The body; None where it is too large, of which the rest is not read."""
-    told = request.headers.get("content-length", "0")
-    if not told.isdigit() or int(told) > MAX_BODY_BYTES:
-        return None
-    parts, size = [], 0
+    body = b""
     async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
+        body += part
+        if len(body) > MAX_BODY_BYTES:
             return None
-        parts.append(part)
-    return b"".join(parts)
+    return body
 
 
 def _read(body: bytes) -> dict[str, Any]:

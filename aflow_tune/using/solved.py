@@ -1,7 +1,7 @@
-"""A problem as it is asked, and what came of it: the words of `inferring.py` and of its users.
+"""A problem as it is asked, and what came of it.
 
-A `Solved` is plain data, everything that there is to show of one problem: commands and the server
-hand it out as JSON, `solved_text` makes what a terminal shows.
+A `Solved` is plain data: commands and the server hand it out as JSON, `solved_text` makes what a
+terminal shows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from aflow_tune.writer.workflow import WriterRun
 
 MAX_PROBLEM_CHARS = 50_000
-"""Of a problem; a policy's prompt is bounded more tightly by its own `max_prompt_tokens`."""
 MAX_TRUTH_CHARS = 100_000
 MAX_DRAWN = 200
-"""Calls in the source of a graph that is drawn; a picture of more tells nothing."""
+"""Calls in the source of a graph that is drawn."""
 
 LEVEL_WORDS: Mapping[int, str] = {
     Level.CLEAN: "the workflow as it was written",
@@ -33,7 +32,6 @@ LEVEL_WORDS: Mapping[int, str] = {
     Level.SIMPLER: "fallback 2: a simpler workflow of the same operators",
     Level.DEFAULT_WORKFLOW: "fallback 3: the default workflow of this type of problem",
 }
-"""Which workflow gave the answer, in words."""
 
 Solved = dict[str, Any]
 """What `solved` describes."""
@@ -51,13 +49,8 @@ class Problem:
 
     @classmethod
     def of(cls, row: Mapping[str, Any], where: str) -> Problem:
-        """From plain data with `problem`, `type`, and perhaps `entry_point` and `truth`.
-
-        A data set's own names, `problem_type` and `ground_truth`, mean the same.
-
-        Raises:
-            BadInput: with everything that is wrong with it; `where` is the place.
-        """
+        """From plain data with `problem`, `type` (or `problem_type`), and perhaps `entry_point` and
+        `truth` (or `ground_truth`). Raises BadInput with everything that is wrong with it."""
         faults = []
 
         def wrong(name: str, expected: str, found: Any) -> None:
@@ -70,12 +63,9 @@ class Problem:
         if kind not in PROBLEM_TYPES:
             wrong("type", " | ".join(PROBLEM_TYPES), kind)
         entry_point = row.get("entry_point")
-        if entry_point is None and kind == "code":
-            wrong("entry_point", "for code the name of the function to write", None)
-        elif entry_point is not None and not (
-            isinstance(entry_point, str) and entry_point.isidentifier()
-        ):
-            wrong("entry_point", "the name of a function", entry_point)
+        named = isinstance(entry_point, str) and entry_point.isidentifier()
+        if not named and (entry_point is not None or kind == "code"):
+            wrong("entry_point", "for code the name of a function to write", entry_point)
         truth = row.get("truth", row.get("ground_truth"))
         if isinstance(truth, int | float) and not isinstance(truth, bool):
             truth = str(truth)
@@ -89,20 +79,16 @@ class Problem:
 def solved(
     problem: Problem, run: WriterRun, trace: Trace, started: float, seconds: float
 ) -> Solved:
-    """One problem, asked once, in the order in which it is read; `started` is a reading of the
-    monotonic clock.
+    """One problem, asked once; `started` is a reading of the monotonic clock.
 
-    - `answer` (None: no workflow gave one), `level` of the workflow that ran last with its meaning,
-      how it ended (a `GraphEnding` value) and why; `attempts` are all runs of a graph.
-    - `workflow`: what the policy wrote (`text`, in `turns` turns), how it was read (`form`: None
-      where nothing could be read), what the check said, and its drawings; `ran`: the workflow that
-      ran last, drawn if it is another.
-    - `usd`: what all answered calls of models cost (None: the price of one is not known; the policy
-      counts only where it has a price). `policy_tokens` are prompt and completion of the policy's
-      calls (None: not counted by its server), `tokens` and `model_calls` those of other models.
-    - `calls`: the events of the trace by their start: `kind` (model, operator, program, or workflow
-      for the run of its own code), `caller`, `start` after `started` and `seconds`; the rest
-      depends on the kind.
+    - `answer` is None where no workflow gave one; `level`, `ending` and `reason` are of the one
+      that ran last, `attempts` all runs of a graph.
+    - `workflow` is what the policy wrote (`form` None: unreadable) and what the check said of it,
+      `ran` the workflow that ran last, drawn if it is another.
+    - `usd` is what all answered calls cost (None: a price is not known; a policy without one does
+      not count). `policy_tokens` are prompt and completion of the policy (None: not counted by its
+      server), `tokens` and `model_calls` those of other models.
+    - `calls` are the events of the trace by their start, each with its `kind`.
 
     Where the truth is known, whoever scores the answer fills in `score`, `score_reason`, `reward`
     and its `parts`; None: not known.
@@ -204,77 +190,53 @@ def _tokens(calls: Sequence[ModelCall]) -> int | None:
 def solved_text(got: Solved, *, drawing: bool = True) -> str:
     """Everything about one problem for a terminal, which obeys none of what a model wrote:
     unprintable characters are spelled out. `drawing`: with the graph as a Mermaid text."""
-    return "\n".join(_lines(got, drawing)) + "\n"
+    text = "\n".join(_lines(got, drawing))
+    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text) + "\n"
 
 
-def _shown(text: str) -> str:
-    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def _block(text: str) -> Sequence[str]:
-    return [f"    {line}" for line in _shown(text).splitlines()]
+def _block(text: str) -> list[str]:
+    return [f"    {line}" for line in text.splitlines()]
 
 
 def _lines(got: Solved, drawing: bool) -> Iterator[str]:
     written, bound = got["workflow"], got["workflow"]["bound"]
-    told = [f"read as {written['form']}" if written["form"] else "could not be read"]
-    told.append("passed the check" if written["valid"] else "refused by the check")
-    if written["turns"] > 1:
-        told.append(f"after {written['turns']} turns")
+    verdict = "passed the check" if written["valid"] else "refused by the check"
+    told = [f"form {written['form'] or 'unreadable'}", verdict, f"turns {written['turns']}"]
     if bound is not None:
-        calls, tokens = bound["model_calls"], bound["prompt_tokens"] + bound["completion_tokens"]
-        most = f"at worst {calls} model call{'' if calls == 1 else 's'} and {tokens} tokens"
-        told.append(most if bound["usd"] is None else f"{most}, {_usd(bound['usd'])}")
+        tokens = bound["prompt_tokens"] + bound["completion_tokens"]
+        most = f"at worst {bound['model_calls']} model calls, {tokens} tokens"
+        told.append(f"{most}, cost {_known(bound['usd'], '${:.4g}')}")
     yield f"workflow: {'; '.join(told)}"
     for refusal in written["refusals"]:
-        place = "line {line}, column {column}: ".format(**refusal) if refusal["line"] else ""
-        yield f"  refused: {_shown(place + refusal['message'])}"
-    yield "" if written["code"] else "  the model wrote:"
+        yield "  refused, line {line}, column {column}: {message}".format(**refusal)
     yield from _block(written["code"] or written["text"])
-    if written["prompts"]:
-        yield "\nprompts:"
-        for name, prompt in written["prompts"].items():
-            yield f"  {_shown(name)}:"
-            yield from _block(prompt)
+    for name, prompt in written["prompts"].items():
+        yield f"prompt of {name}:"
+        yield from _block(prompt)
     if drawing and written["mermaid"]:
-        yield "\ngraph:"
-        yield from _block(written["mermaid"].rstrip("\n"))
+        yield "graph:"
+        yield from _block(written["mermaid"])
     if got["level"]:
-        yield f"\nwhat ran instead: {got['level_meaning']}"
         for attempt in got["attempts"]:
-            reason = f": {_shown(attempt['reason'])}" if attempt["reason"] else ""
-            name = f"fallback {attempt['level']}" if attempt["level"] else "as written"
-            yield f"  {name}: {attempt['ending']}{reason}"
+            name = LEVEL_WORDS[attempt["level"]]
+            yield f"ran {name}: {attempt['ending']} {attempt['reason']}".rstrip()
         yield from _block(got["ran"]["code"])
     if got["answer"] is None:
-        yield f"\nno answer: the last workflow ended with {got['ending']}"
-        yield from _block(got["reason"])
+        yield f"no answer: the last workflow ended with {got['ending']}: {got['reason']}"
     else:
-        yield f"\nanswer ({got['level_meaning']}):"
+        yield f"answer ({got['level_meaning']}):"
         yield from _block(got["answer"])
-    tokens, policy_tokens = (
-        "not counted" if got[name] is None else got[name] for name in ("tokens", "policy_tokens")
-    )
+    tokens, policy_tokens = (_known(got[name], "{}") for name in ("tokens", "policy_tokens"))
     yield (
-        f"\ncost {_usd(got['usd'])}  seconds {got['seconds']:.1f}  "
+        f"cost {_known(got['usd'], '${:.4g}')}  seconds {got['seconds']:.1f}  "
         f"model calls {got['model_calls']}  tokens {tokens}  policy tokens {policy_tokens}"
     )
-    if "truth" not in got:
-        return
-    why = _shown(got["score_reason"])
-    if got["reward"] is None:
-        yield f"reward: not known, {why or 'the answer was not scored'}"
-    else:
-        parts = ", ".join(f"{name} {_part(value)}" for name, value in got["parts"].items())
-        reason = f" ({why})" if why else ""
-        yield f"reward {got['reward']:.2f}, score {_part(got['score'])}{reason}: {parts}"
+    if "truth" in got:
+        score, reward = (_known(got[name], "{:.2f}") for name in ("score", "reward"))
+        parts = [f"{name} {_known(value, '{:.2f}')}" for name, value in got["parts"].items()]
+        yield f"reward {reward}  score {score}  {got['score_reason']}".rstrip()
+        yield f"parts {', '.join(parts) or 'not known'}"
 
 
-def _usd(value: float | None) -> str:
-    if value is None:
-        return "not known"
-    return "$0" if value == 0 else f"${value:.2g}" if value < 0.01 else f"${value:.4f}"
-
-
-def _part(value: float | None) -> str:
-    return "not known" if value is None else f"{value:.2f}"
+def _known(value: float | None, form: str) -> str:
+    return "not known" if value is None else form.format(value)
