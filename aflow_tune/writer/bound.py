@@ -1,10 +1,10 @@
 """How much a written graph can cost at worst, where constants in its source tell.
 
 Calls add up, of branches the dearer one counts, helpers count where they are called, and a loop
-multiplies its body by its turns: of ranges of constants, of texts and of lists that are written out
-and only read. A call of an operator counts with its own figure (`Operator.most_calls`). Everything
-else, such as a `while`, may turn any number of times, so a graph may have no bound: the meter of
-the run (`aflow_tune.graph.run`) stops it at its limits. Refused is only what plainly never ends.
+multiplies its body by its turns: of ranges of constants, and of texts and lists that are written
+out in its head. A call of an operator counts with its own figure (`Operator.most_calls`).
+Everything else, such as a `while`, may turn any number of times, so a graph may have no bound: the
+meter of the run (`aflow_tune.graph.run`) stops it. Refused is only what plainly never ends.
 """
 
 from __future__ import annotations
@@ -29,15 +29,6 @@ _SAME_LENGTH = frozenset(
     ("list", "tuple", "sorted", "reversed", "set", "enumerate", "iter", "asyncio.as_completed")
 )
 """Python's functions that give at most as many items as their first argument has."""
-_READING = _SAME_LENGTH | {
-    *("len", "zip", "sum", "min", "max", "any", "all", "str", "print", "isinstance", "bool"),
-    *("repr", "random.choice", "random.sample", "asyncio.gather", "json.dumps"),
-}
-_READS = (
-    ast.For, ast.comprehension, ast.Compare, ast.FormattedValue, ast.Starred, ast.If, ast.While,
-    ast.UnaryOp, ast.BinOp, ast.Expr,
-)  # fmt: skip
-"""What reads a list that stands in it, without giving it a second name."""
 _CHOICES = (
     ast.If, ast.IfExp, ast.While, ast.For, ast.Try, ast.Match, ast.BoolOp, ast.comprehension
 )  # fmt: skip
@@ -300,15 +291,12 @@ class WorstCase:
                 return self._length(args[0])
             if name in ("min", "max") and len(args) > 1:
                 return (min if name == "min" else max)(map(self._most, args))
-        return self._of_values(node, self._most)
-
-    def _of_values(self, node: ast.AST, measure: Any) -> float:
-        """The largest of what a name or an attribute of self is ever given."""
+        # Of a name or an attribute of self the largest that it is ever given.
         values = self.source.values(node)
         if not values or node in self._asked:
             return math.inf
         self._asked.add(node)
-        found: float = max(map(measure, values))
+        found: float = max(map(self._most, values))
         self._asked.discard(node)
         return found
 
@@ -330,8 +318,6 @@ class WorstCase:
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
             stop = self._most(node.slice.upper) if node.slice.upper is not None else math.inf
             return min(self._length(node.value), stop if stop >= 0 else math.inf)
-        if isinstance(node, (ast.Name, ast.Attribute)) and self._is_only_read(node):
-            return self._of_values(node, self._length)
         if not isinstance(node, ast.Call):
             return math.inf
         name, args = self.source.python_name(node.func), node.args
@@ -352,32 +338,6 @@ class WorstCase:
             return self._length(ast.List(args))
         items = getattr(node.func, "attr", "") in ("items", "keys", "values")
         return self._length(node.func.value) if items else math.inf  # type: ignore[attr-defined]
-
-    def _is_only_read(self, node: ast.Name | ast.Attribute) -> bool:
-        """Whether nothing is put into a list, and nothing else can get hold of it."""
-        source = self.source
-        if isinstance(node, ast.Name):
-            uses: Sequence[ast.AST] = source.loads.get((source.owner(node), node.id), ())
-        else:
-            same = [item for item in source.nodes if getattr(item, "attr", "") == node.attr]
-            uses = [item for item in same if isinstance(getattr(item, "ctx", None), ast.Load)]
-        for use in uses:
-            self._step()
-            around = source.parent.get(use)
-            if isinstance(around, ast.keyword):
-                around = source.parent.get(around)
-            reads = isinstance(around, _READS)
-            if isinstance(around, ast.Call):
-                python = source.python_name(around.func) in _READING
-                joins = getattr(around.func, "attr", "") == "join"
-                reads = python or joins or bool(source.handles(around))
-            elif isinstance(around, ast.Subscript):
-                reads = isinstance(around.ctx, ast.Load)
-            elif isinstance(around, ast.Attribute):
-                reads = around.attr in ("items", "keys", "values", "get", "index", "count")
-            if not reads:
-                return False
-        return True
 
 
 def _whole(node: ast.expr) -> int | None:
