@@ -37,8 +37,8 @@ from aflow_tune.writer.workflow import CALLER, WriterWorkflow
 
 EXAMPLES = 3
 """Reasons of failed trials that are kept for the summary."""
-MAX_REASON, MAX_ANSWER = 300, 200
-"""Characters that a journal keeps."""
+MAX_REASON = 300
+"""Characters of a reason that a journal keeps."""
 
 
 class TrialEnding(StrEnum):
@@ -67,11 +67,9 @@ class Trial:
     structure: str | None = None
     score: float | None = None
     reward: float | None = None
-    answer: str = ""
     model_calls: int = 0
     tokens: int = 0
     usd: float | None = 0.0
-    seconds: float = 0.0
 
     def __post_init__(self) -> None:  # fields as a file holds them become what they are
         object.__setattr__(self, "ending", TrialEnding(self.ending))
@@ -196,16 +194,20 @@ class Harvest:
 
     def result(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The rows for supervised training, and what became of all candidates."""
-        order = {problem.key: number for number, problem in enumerate(self.problems)}
+        problems = {problem.key: problem for problem in self.problems}
+        order = {key: number for number, key in enumerate(problems)}
         trials = sorted(self._found.values(), key=lambda trial: order[trial.problem])
         least = self.settings.min_score
         solved = [trial for trial in trials if trial.score is not None and trial.score >= least]
-        shares = {"per_problem": self.settings.per_problem, "seed": self.seed}
-        most = self.settings.per_structure
-        pairs, dropped, share = choose(solved, per_structure=most, **shares)
+        pairs, dropped, share = choose(
+            solved,
+            per_problem=self.settings.per_problem,
+            per_structure=self.settings.per_structure,
+            seed=self.seed,
+        )
         rows = []
         for pair in pairs:
-            problem, candidate = self.problems[order[pair.problem]], self._tried[pair.key]
+            problem, candidate = problems[pair.problem], self._tried[pair.key]
             answer = {"role": "assistant", "content": pair.text}
             row = {
                 "messages": [*self._messages(problem), answer],
@@ -319,11 +321,9 @@ class Harvest:
             structure=kept.get("structure"),
             score=float(kept["score"]) if scored else None,
             reward=reward if scored else None,
-            answer=str(kept.get("answer") or "")[:MAX_ANSWER],
             model_calls=int(kept.get("calls") or 0),
             tokens=int(kept.get("tokens") or 0),
             usd=kept.get("usd", 0.0),
-            seconds=float(kept.get("seconds") or 0.0),
         )
 
     def _counts(self, trials: Sequence[Trial], solved: Sequence[Trial]) -> dict[str, Any]:
@@ -419,12 +419,12 @@ def _trim(kept: dict[str, list[Trial]], share: float, seed: int) -> int:
     for wider in range(2, max(counts) + 1):
         if wider <= share * sum(min(count, wider) for count in counts) + 1e-9:
             most = wider
-    surplus = [
-        sorted(items, key=lambda item: _rank(item, seed))[most:] for items in by_structure.values()
-    ]
-    for item in [item for items in surplus for item in items]:
-        kept[item.problem].remove(item)
-    return sum(map(len, surplus))
+    dropped = 0
+    for items in by_structure.values():
+        for item in sorted(items, key=lambda item: _rank(item, seed))[most:]:
+            kept[item.problem].remove(item)
+            dropped += 1
+    return dropped
 
 
 def _rank(item: Trial, seed: int) -> tuple[float, bytes]:

@@ -168,7 +168,7 @@ def _lines(item: str, where: str) -> Iterator[tuple[str, str, str | list[str]]]:
         raise _unreadable(where, expected, "something else")
     for name, value in node.value:
         place = f"{path}:{name.start_mark.line + 1}: {name.value}"
-        said = str(value.value) if isinstance(value, yaml.ScalarNode) else []
+        said: str | list[str] = str(value.value) if isinstance(value, yaml.ScalarNode) else []
         if isinstance(value, yaml.SequenceNode):
             said = _as_written(source, value)
         yield str(name.value), place, said

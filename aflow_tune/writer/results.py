@@ -30,7 +30,6 @@ The keys of a record are the contract with its readers. Nothing of the gold answ
 from __future__ import annotations
 
 import functools
-import hashlib
 import re
 import time
 from collections import Counter
@@ -39,7 +38,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from aflow_tune.errors import AflowTuneError
-from aflow_tune.graph.flow import ANSWER, MODEL, PROBLEM, Flow
+from aflow_tune.graph.flow import ANSWER, MODEL, PROBLEM
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.run import GraphEnding, GraphLimits, GraphRun
 from aflow_tune.graph.shape import walk
@@ -253,8 +252,6 @@ _ASK = (
 _BLAMELESS = frozenset(failure.value for failure in ModelFailure) - {ModelFailure.REFUSED.value}
 """Failures of a model that no workflow can be blamed for. What is refused may be too long."""
 _MARKS = {"data": ">", "carried": "~", "decides": "?"}
-_ROUNDS = 6
-"""Of colour refinement: graphs are a few calls deep."""
 
 
 def structure_of(graph: Graph) -> str:
@@ -265,45 +262,25 @@ def structure_of(graph: Graph) -> str:
     is 'feeds', `~` 'feeds in its next turn', `?` 'decides about'. Empty for a graph without calls.
     """
     flow = graph.flow
-    order = _order(flow)
-    place = {PROBLEM: -1, ANSWER: len(order)} | {number: at for at, number in enumerate(order)}
+    depths, most = dict.fromkeys(range(len(flow.nodes)), 0), len(flow.nodes)
+    forward = [e for e in flow.edges if e.source >= 0 and e.target >= 0 and e.kind != "carried"]
+    for _ in flow.nodes:
+        for edge in forward:
+            deeper = max(depths[edge.target], depths[edge.source] + 1)
+            depths[edge.target] = min(most, deeper)
+    order = sorted(
+        flow.nodes, key=lambda n: (depths[n.number], n.operator or MODEL, len(n.loops), n.number)
+    )
+    place = {PROBLEM: -1, ANSWER: len(order)} | {node.number: at for at, node in enumerate(order)}
     shown = {-1: "P", len(order): "A"}
     loops: dict[Any, str] = {}
     calls = []
-    for node in map(flow.nodes.__getitem__, order):
+    for node in order:
         around = [loops.setdefault(loop, str(len(loops) + 1)) for loop in node.loops]
         calls.append((node.operator or MODEL) + (f"[{'.'.join(around)}]" if around else ""))
     edges = sorted((place[e.source], place[e.target], _MARKS[e.kind]) for e in flow.edges)
     drawn = [f"{shown.get(a, a)}{mark}{shown.get(b, b)}" for a, b, mark in edges]
     return f"{' '.join(calls)} | {' '.join(drawn)}" if calls else ""
-
-
-def _order(flow: Flow) -> list[int]:
-    """The nodes in an order that their own surroundings decide, not the source's lines.
-
-    Nodes that a few rounds of colour refinement (Weisfeiler and Leman) cannot tell apart keep
-    the order of the source.
-    """
-    numbers = range(len(flow.nodes))
-    names = {node.number: f"{node.operator or MODEL}/{len(node.loops)}" for node in flow.nodes}
-    colours = {**names, PROBLEM: "P", ANSWER: "A"}
-    for _ in numbers[:_ROUNDS]:
-        around: dict[int, list[str]] = {number: [] for number in colours}
-        for edge in flow.edges:
-            around[edge.target].append(f"in {edge.kind} {colours[edge.source]}")
-            around[edge.source].append(f"out {edge.kind} {colours[edge.target]}")
-        colours = {
-            number: hashlib.sha256("|".join([colour, *sorted(around[number])]).encode()).hexdigest()
-            for number, colour in colours.items()
-        }
-    depths, most = dict.fromkeys(numbers, 0), len(numbers)
-    inner = [edge for edge in flow.edges if edge.source >= 0 and edge.target >= 0]
-    for _ in numbers:
-        for edge in inner:
-            if edge.kind != "carried":
-                deeper = max(depths[edge.target], depths[edge.source] + 1)
-                depths[edge.target] = min(most, deeper)
-    return sorted(numbers, key=lambda n: (depths[n], names[n], colours[n], n))
 
 
 def operators_of(graph: Graph | None) -> dict[str, int]:
