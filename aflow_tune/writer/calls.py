@@ -142,11 +142,11 @@ class CallCheck:
 
     def _ImportFrom(self, node: ast.ImportFrom) -> None:
         kind = inside.shim_of(inside.absolute(node.module or "", node.level))
-        for alias in node.names:
-            if kind == "operator" and alias.name != "*":
-                self._operator(node, alias.name)
-            elif kind == "prompt" and alias.name != "*":
-                self._prompt(node, alias.name, alias.name)
+        for name in (alias.name for alias in node.names if alias.name != "*"):
+            if kind == "operator":
+                self._operator(node, name)
+            elif kind == "prompt":
+                self._prompt(node, name, name)
 
     def _Attribute(self, node: ast.Attribute) -> None:
         name, owner = node.attr, node.value
@@ -192,8 +192,7 @@ class CallCheck:
     def _of_self(self, node: ast.AST, name: str) -> None:
         known = [*sorted(self.source.set_on_self), *self.source.methods, "prompts", "__class__"]
         if name not in known:
-            near = did_you_mean(name, known)
-            message = f"self.{name:.60} is never assigned{near}; assign it in __init__"
+            message = f"self.{name:.60} is never assigned{did_you_mean(name, known)}"
             self.refuse(K.UNKNOWN_NAME, message, node)
 
     def _Subscript(self, node: ast.Subscript) -> None:
@@ -209,8 +208,7 @@ class CallCheck:
         results = sorted(self.source.results(owner))
         keys = [keys_of(self.operators[name]) for name in results]
         if keys and key not in self.written_keys and not any(key in item for item in keys):
-            near = did_you_mean(key, keys[0])
-            message = f"{results[0]} returns {listed(keys[0])}, not {key!r:.60}{near}"
+            message = f"{results[0]} returns {listed(keys[0])}, not {key!r:.60}"
             self.refuse(K.UNKNOWN_NAME, message, node)
 
     def _prompt(self, node: ast.AST, name: str, text: str) -> None:
@@ -302,12 +300,8 @@ class CallCheck:
         if isinstance(around, (ast.Subscript, ast.Attribute)):
             task = getattr(around, "attr", "") in ("result", "done", "cancel")
             return around.value is node and not task
-        if isinstance(around, ast.keyword):
+        while isinstance(around, (ast.keyword, ast.List)):  # also of texts, for an operator
             around = self.parent.get(around)
-        if isinstance(around, ast.List):  # of texts, for an operator
-            around = self.parent.get(around)
-            around = self.parent.get(around) if isinstance(around, ast.keyword) else around
-            return bool(self.source.handles(around))
         if isinstance(around, ast.Call) and around.func is not node:
             reads = self.source.python_name(around.func) in _READING
             return reads or bool(self.source.handles(around))
@@ -319,13 +313,12 @@ class CallCheck:
         called, first = node.func, node.args[0] if node.args else None
         name, function = self.source.python_name(called), self.source.function(called)
         operator = self.shape.operator_class(called) or ""
-        handles = sorted(self.source.handles(node))
         again = self.source.python_name(called.func) if isinstance(called, ast.Call) else ""
         if name:
             self._python(node, name)
         elif operator in self.operators:
             self._build(node, operator)
-        elif handles:
+        elif handles := sorted(self.source.handles(node)):
             problems = [self._misuse(node, *handle) for handle in handles]
             if all(problems):  # where several are meant, one has to fit
                 self.refuse(K.ARGUMENTS, *problems[0])  # type: ignore[misc]
@@ -340,11 +333,9 @@ class CallCheck:
         elif is_self(called) or again.partition(".")[0] in ("json", "re", "math", "ast"):
             self.refuse(K.NOT_ALLOWED, f"`{shown(called)}` is not known to be a function", node)
         # text.get("key"), with a default or without
-        if isinstance(called, ast.Attribute) and called.attr == "get":
-            key = first.value if isinstance(first, ast.Constant) else None
+        key = first.value if isinstance(first, ast.Constant) else None
+        if isinstance(called, ast.Attribute) and called.attr == "get" and isinstance(key, str):
             own = _is_prompts(called.value)
-            if not isinstance(key, str):
-                return
             if len(node.args) + len(node.keywords) > 1:
                 self.used_prompts |= {key} if own else set()
             elif own or not isinstance(self.parent.get(node), _ASKING):
@@ -363,11 +354,10 @@ class CallCheck:
         elif name == "asyncio.gather":
             for given in node.args:
                 values = self.source.values(given) or [given]
-                lists = all(isinstance(value, (ast.List, ast.ListComp)) for value in values)
-                if lists or isinstance(given, ast.Await):
+                if all(isinstance(value, (ast.List, ast.ListComp, ast.Await)) for value in values):
                     message = "asyncio.gather takes calls that are not awaited: one by one, or "
                     message += "with a star a list of them, asyncio.gather(*calls)"
-                    self.refuse(K.ARGUMENTS, message, node if lists else given)
+                    self.refuse(K.ARGUMENTS, message, node)
 
     def _getattr(self, node: ast.Call) -> None:
         name = node.args[1] if len(node.args) > 1 else None
@@ -435,8 +425,8 @@ class CallCheck:
     def _is_text(self, node: ast.expr) -> bool:
         if isinstance(node, ast.Subscript) and self.source.results(node.value):
             return True
-        values = self.source.values(node)
-        if values is not None and not isinstance(node, ast.Attribute):
+        values = self.source.values(node) if isinstance(node, ast.Name) else None
+        if values is not None:
             return all(not isinstance(item, ast.Name) and self._is_text(item) for item in values)
         text = isinstance(node, ast.Constant) and isinstance(node.value, str)
         return text or isinstance(node, ast.JoinedStr) or bool(self.source.results(node))

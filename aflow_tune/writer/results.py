@@ -1,30 +1,22 @@
 """What becomes of a workflow that the policy wrote: its run, outcome, reward and record.
 
-It is run with three fallbacks, each of which is counted. The time limit is for all attempts
-together, every other limit is each attempt's own; code that was refused is never run.
-
-- 0, clean: the graph as it was written, if the check let it pass.
-- 1, default prompts: the same code with plain instructions, if its constructor raised or the
-  check refused nothing but prompts.
-- 2, simpler: a straight line of the operators that it names, if it failed while it ran.
-- 3, default workflow: the fixed one of the problem's type, if the code was refused or 2 failed.
-
+Three fallbacks stand in for a graph that fails (`Level`), each of which is counted. The time limit
+is for all attempts together, every other limit is each attempt's own; refused code is never run.
 What a graph says before any of its operators gave a result is no answer: one that its writer knew
 would otherwise earn the most, for nothing.
 
-The outcome is a class, coarse on purpose: with the graph's structure it is GiGPO's anchor state.
 The reward has the parts of `five_part`, of the executor's spend over all attempts and turns. The
-part `format` is the answer's form times the form of the writing: hybrid 1, repaired 0.75, code
-alone 0.5, unreadable 0; less a tenth of that for each refusal, at most nine; code that is no Python
-counts as nine refusals. With `span` = highest - lowest and `sum` the weighted mean of the known
-parts, a fallback earns less than the worst clean run, and a deeper one less than a shallower one:
+part `format` is the answer's form times the form of the writing (`writing_form`). With `span` =
+highest - lowest and `sum` the weighted mean of the known parts, so that a fallback earns less than
+the worst clean run, and a deeper one less than a shallower one:
 
     clean run                  lowest + span * (0.1 + 0.9 * sum)
     1: default prompts         lowest + span * (0.06 + 0.02 * sum)
     2: simpler workflow        lowest + span * (0.03 + 0.02 * sum)
     3: default workflow        lowest + span * 0.02 * form of the writing
 
-The keys of a record are the contract with its readers. Nothing of the gold answer is in it.
+The outcome is a coarse class: with the graph's structure it is GiGPO's anchor state. The keys of a
+record are the contract with its readers; nothing of the gold answer is in it.
 """
 
 from __future__ import annotations
@@ -98,17 +90,14 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Executed:
-    """What became of a written workflow: all attempts in order, of which the last one counts.
-
-    Only the last one may have an answer. `seconds` is the wall-clock time of everything.
-    """
+    """What became of a written workflow: all attempts in order, of which the last one counts and
+    gives `level`, `run` and `graph`. `seconds` is the wall-clock time of everything."""
 
     attempts: tuple[Attempt, ...]
     seconds: float
 
     @property
     def level(self) -> Level:
-        """Of the last attempt, as `run` and `graph`."""
         return self.attempts[-1].level
 
     @property
@@ -224,20 +213,16 @@ START = "start"
 """The state before anything was written."""
 UNREADABLE, REFUSED, NOT_BUILT = "unreadable", "refused", "not_built"
 """Outcomes beside the endings of a graph's run."""
-CLEAN_FLOOR = 0.1
-"""Share of the span that every clean run earns, and no fallback."""
-FALLBACK_STEP = 0.03
-"""Share of the span between the lowest rewards of two neighbouring levels."""
-FALLBACK_SPAN = 0.02
-"""Share of the span within one level; below FALLBACK_STEP, so that levels do not touch."""
+CLEAN_FLOOR, FALLBACK_STEP, FALLBACK_SPAN = 0.1, 0.03, 0.02
+"""Shares of the span: what every clean run earns, and no fallback; between the lowest rewards of
+two neighbouring levels; within one level, which is less, so that levels do not touch."""
 FORM_WORTH = {WrittenForm.HYBRID: 1.0, WrittenForm.REPAIRED: 0.75, WrittenForm.CODE: 0.5}
 REFUSAL_COST, MOST_REFUSALS = 0.1, 9
 """More refusals cost no more: there is always something left to lose by writing nothing."""
 MAX_PROBLEM, MAX_ANSWER, MAX_TEXT, MAX_REASON = 2_000, 500, 200_000, 2_000
 """Characters that a record keeps."""
-_TOLD = 400
-"""Characters of an answer or a reason that the policy is shown."""
-_TOLD_REFUSALS = 8
+_TOLD, _TOLD_REFUSALS = 400, 8
+"""Characters of an answer or a reason, and refusals, that the policy is shown."""
 _MAX_KEEP = 200
 _FENCE = re.compile(r"^```\w*\s*|\s*```$")
 _STAND_IN = {
@@ -394,7 +379,9 @@ def writer_reward(
 
 
 def writing_form(form: WrittenForm | None, refusals: Sequence[Refusal] = ()) -> float:
-    """How well the policy kept to the form, in [0, 1]: the table in this module's description."""
+    """How well the policy kept to the form, in [0, 1]: hybrid 1, repaired 0.75, code alone 0.5,
+    unreadable 0; less a tenth of that for each refusal, at most nine, which code that is no Python
+    counts as."""
     kinds = {refusal.kind for refusal in refusals}
     broken = RefusalKind.SYNTAX in kinds or RefusalKind.UNREADABLE in kinds
     count = MOST_REFUSALS if broken else min(len(refusals), MOST_REFUSALS)
@@ -417,7 +404,6 @@ class WriterRun:
 
     @property
     def last(self) -> TurnResult:
-        """The workflow that counts."""
         return self.results[-1]
 
     @property
@@ -438,17 +424,15 @@ class WriterRun:
 
     @property
     def level(self) -> Level:
-        """Which workflow gave the answer."""
         return self.last.executed.level
 
     @property
     def answer(self) -> Any:
-        """What the workflow returned; None where none gave an answer."""
+        """What the workflow returned; None where none gave an answer. `text`: the same as text."""
         return self.last.executed.run.answer
 
     @property
     def text(self) -> str:
-        """The answer as text."""
         return self.last.executed.run.text
 
     def reward(self, score: float, benchmark: str | None = None) -> FivePart:
@@ -479,8 +463,7 @@ def raise_if_models_failed(result: TurnResult) -> None:
     """Raises ExecutorFailed where the frozen models are to blame for a run without a clean end:
     none of their calls was answered, or one failed in an attempt that came to nothing."""
     executed = result.executed
-    answered = sum(attempt.run.model_calls for attempt in executed.attempts)
-    if result.model_calls and not answered:
+    if result.model_calls and not sum(attempt.run.model_calls for attempt in executed.attempts):
         kinds = {kind for attempt in executed.attempts for kind in attempt.run.failures}
         why = ", ".join(sorted(kinds)) or "no answer in time"
         raise ExecutorFailed(f"no call of the executor was answered: {why}; {executed.why}")

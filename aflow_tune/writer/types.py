@@ -47,13 +47,12 @@ class RefusalKind(StrEnum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """One thing that is wrong with a graph, as a sentence to learn from."""
+    """One thing that is wrong with a graph, as a sentence to learn from: what, and what to write
+    instead. Line and column in the graph code count from 1; 0 where it is not in the code."""
 
     kind: RefusalKind
     message: str
-    """What is wrong, and what to write instead."""
     line: int = 0
-    """In the graph code, from 1, as `column`; 0 where it is not in the code."""
     column: int = 0
 
     def __str__(self) -> str:
@@ -78,16 +77,13 @@ class Refusals:
 
     def at(self, kind: RefusalKind, message: str, line: int, column: int) -> None:
         """Refuse something at a line and column, both from 1."""
-        place = (line, column) if line else (math.inf, message)
+        place = (line, column) if line else (0, message)
         self.by_place.setdefault(place, Refusal(kind, message, line, column))
 
     def in_order(self) -> tuple[Refusal, ...]:
         """Those of the code by place, then the others as they came."""
-        by_place = sorted(
-            self.by_place.items(),
-            key=lambda item: item[0] if item[0][0] < math.inf else (math.inf,),
-        )
-        return tuple(refusal for _, refusal in by_place)[:MAX_REFUSALS]
+        found = sorted(self.by_place.values(), key=lambda one: (one.line or math.inf, one.column))
+        return tuple(found)[:MAX_REFUSALS]
 
 
 @dataclass(frozen=True)
@@ -197,9 +193,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def listed(names: Iterable[str], most: int = 20) -> str:
-    """Names for a message: `a, b and c`."""
+    """Names for a message."""
     all_names = list(names)
     shortened = all_names[:most] + (["..."] if len(all_names) > most else [])
-    if len(shortened) < 2:
-        return "".join(shortened) or "nothing"
-    return f"{', '.join(shortened[:-1])} and {shortened[-1]}"
+    return ", ".join(shortened) or "nothing"
