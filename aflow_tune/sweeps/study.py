@@ -14,17 +14,13 @@ from __future__ import annotations
 import random
 import sqlite3
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import optuna
-from optuna.exceptions import ExperimentalWarning, StorageInternalError
+from optuna.exceptions import ExperimentalWarning
 from optuna.trial import FrozenTrial, TrialState, create_trial
-from sqlalchemy.exc import SQLAlchemyError
 
-from aflow_tune.errors import RunFailed
 from aflow_tune.sweeps.plan import STUDY_FILE, Plan, grid
 
 _NAME = "sweep"
@@ -155,26 +151,3 @@ class SweepStudy:
         return optuna.samplers.TPESampler(
             seed=seed, n_startup_trials=startup, constant_liar=request.parallel > 1
         )
-
-
-@contextmanager
-def opened(plan: Plan) -> Iterator[SweepStudy]:
-    """The study for the block.
-
-    Raises:
-        RunFailed: it cannot be read or written, such as on a full disk.
-    """
-    study = None
-    try:
-        study = SweepStudy(plan)
-        yield study
-    except (StorageInternalError, SQLAlchemyError, sqlite3.Error) as error:
-        cause = error.__cause__ or error
-        said = str(getattr(cause, "orig", None) or cause).splitlines()[0]
-        raise RunFailed(
-            f"the record of the sweep, {plan.folder / STUDY_FILE}, cannot be read or written: "
-            f"{said}. The runs are whole; the same command goes on once it can."
-        ) from error
-    finally:
-        if study is not None:
-            study.close()

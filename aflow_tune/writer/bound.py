@@ -49,17 +49,7 @@ class Cost(NamedTuple):
         return Cost(_product(self.calls, turns), _product(self.model_calls, turns))
 
 
-class _Ends(NamedTuple):
-    """What a block costs where it goes on, where it begins the next turn, and at most."""
-
-    through: Cost | None
-    again: Cost | None
-    most: Cost
-
-    def after(self, cost: Cost) -> _Ends:
-        """The same behind something."""
-        through, again = (one and cost.plus(one) for one in self[:2])
-        return _Ends(through, again, cost.plus(self.most))
+_NOTHING = Cost()
 
 
 def _product(count: float, turns: float) -> float:
@@ -67,14 +57,8 @@ def _product(count: float, turns: float) -> float:
     return count * turns if count and turns else 0
 
 
-def _larger(costs: Iterable[Cost | None]) -> Cost | None:
-    known = [cost for cost in costs if cost is not None]
-    return Cost(*map(max, *known, Cost())) if known else None
-
-
-def _any_of(ways: Iterable[_Ends]) -> _Ends:
-    through, again, most = map(_larger, zip(*ways, strict=True))
-    return _Ends(through, again, most or Cost())
+def _larger(costs: Iterable[Cost]) -> Cost:
+    return Cost(*map(max, *costs, Cost()))
 
 
 class _TooLong(Exception):
@@ -124,64 +108,50 @@ class WorstCase:
         if isinstance(function, ast.Lambda):
             cost = self._expression(function.body)
         else:
-            cost = self._block(function.body).most
+            cost = self._block(function.body)
         self._stack.pop()
         return cost
 
-    def _block(self, statements: Sequence[ast.stmt]) -> _Ends:
-        cost, again, most = Cost(), None, Cost()
-        for statement in statements:
-            ends = self._statement(statement).after(cost)
-            again, most = _larger([again, ends.again]), _larger([most, ends.most]) or most
-            if ends.through is None:
-                return _Ends(None, again, most)
-            cost = ends.through
-        return _Ends(cost, again, most)
+    def _block(self, statements: Sequence[ast.stmt], rest: Cost = _NOTHING) -> Cost:
+        """Of statements and `rest`, which follows where nothing leaves before."""
+        for statement in reversed(statements):
+            rest = self._statement(statement, rest)
+        return rest
 
-    def _statement(self, node: ast.stmt) -> _Ends:
+    def _statement(self, node: ast.stmt, rest: Cost) -> Cost:
         self._step()
         if isinstance(node, ast.If):
-            ways = [self._block(node.body), self._block(node.orelse)]
-            return _any_of(ways).after(self._expression(node.test))
+            ways = _larger([self._block(node.body, rest), self._block(node.orelse, rest)])
+            return self._expression(node.test).plus(ways)
         if isinstance(node, ast.Match):
-            ways = [self._block(case.body) for case in node.cases]
-            return _any_of([*ways, self._block([])]).after(self._parts(node))
+            ways = _larger([rest, *(self._block(case.body, rest) for case in node.cases)])
+            return self._parts(node).plus(ways)
         if isinstance(node, (ast.For, ast.AsyncFor)):
-            before = self._expression(node.iter)
-            return self._loop(node, Cost(), self._length(node.iter)).after(before)
+            turns = self._turning(self._length(node.iter), node.body)
+            return self._expression(node.iter).plus(turns, self._block(node.orelse, rest))
         if isinstance(node, ast.While):
             if _never_ends(node):
                 message = "this `while` never ends; write a `for`, or a `break` that is reached"
                 self.refusals.add(RefusalKind.UNBOUNDED, message, node)
-            test = self._expression(node.test)
-            return self._loop(node, test, math.inf).after(test)
+            turns = self._turning(math.inf, [ast.Expr(node.test), *node.body])
+            return turns.plus(self._block(node.orelse, rest))
         if isinstance(node, (ast.Try, ast.TryStar)):
-            body, last = self._block(node.body), self._block(node.finalbody)
-            ways = [self._block(handler.body).after(body.most) for handler in node.handlers]
-            if body.through is not None:
-                ways.append(self._block(node.orelse).after(body.through))
-            ways.append(_Ends(None, body.again, body.most))
-            return _any_of(ways).after(last.through or last.most)
+            ways = [self._block(handler.body, rest) for handler in node.handlers]
+            ways.append(self._block(node.orelse, rest))
+            return self._block(node.body).plus(_larger(ways), self._block(node.finalbody))
         if isinstance(node, (ast.With, ast.AsyncWith)):
-            before = Cost().plus(*(self._expression(item.context_expr) for item in node.items))
-            return self._block(node.body).after(before)
+            before = [self._expression(item.context_expr) for item in node.items]
+            return self._block(node.body, rest).plus(*before)
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-            return self._block([])
-        cost = self._parts(node)
+            return rest
         leaves = isinstance(node, (ast.Return, ast.Raise, ast.Break, ast.Continue))
-        again = cost if isinstance(node, ast.Continue) else None
-        return _Ends(None if leaves else cost, again, cost)
+        return self._parts(node) if leaves else self._parts(node).plus(rest)
 
-    def _loop(self, node: ast.For | ast.AsyncFor | ast.While, each: Cost, turns: float) -> _Ends:
-        """`each` is the cost of a turn besides the body. The last turn may end anywhere."""
+    def _turning(self, turns: float, body: Sequence[ast.stmt]) -> Cost:
         self._turns.append(turns)
-        body = self._block(node.body)
+        cost = self._block(body).times(turns)
         self._turns.pop()
-        again = (_larger([body.through, body.again]) or Cost()).plus(each)
-        earlier = again.times(max(0, turns - 1))
-        worst = earlier.plus(body.most, each) if turns else Cost()
-        rest = self._block(node.orelse)
-        return rest._replace(through=rest.through or rest.most).after(worst)
+        return cost
 
     # Expressions
 
@@ -201,7 +171,7 @@ class WorstCase:
             return Cost()
         if isinstance(node, ast.IfExp):
             ways = _larger([self._expression(node.body), self._expression(node.orelse)])
-            return self._expression(node.test).plus(ways or Cost())
+            return self._expression(node.test).plus(ways)
         if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
             return self._comprehension(node, 0)
         return self._call(node) if isinstance(node, ast.Call) else self._parts(node)
@@ -225,7 +195,7 @@ class WorstCase:
         cost = cost.plus(*map(self._expression, given))
         if handles:
             each = [self._operator(node, instance, name) for instance, name in handles]
-            return cost.plus(_larger(each) or Cost())
+            return cost.plus(_larger(each))
         if function is not None:
             return cost.plus(self._helper(node, function))
         handed_on = any(getattr(item, "attr", "") in source.shape.instances for item in given)

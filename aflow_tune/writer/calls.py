@@ -40,11 +40,9 @@ _READING = frozenset({"str", "print", "len", "int", "float", "isinstance"})
 _ASKING = (ast.BoolOp, ast.Compare, ast.If, ast.IfExp, ast.UnaryOp)
 """Where None is as good as any other value."""
 _DISPLAYS = (ast.Dict, ast.DictComp, ast.List, ast.ListComp, ast.Set, ast.SetComp)
-_REPEATING = (
-    *FUNCTIONS, ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
-)  # fmt: skip
-_BINDS_BESIDES = (
-    ast.Nonlocal, ast.Import, ast.ImportFrom, ast.Try, ast.Match, ast.NamedExpr
+_OUT_OF_ORDER = (
+    *FUNCTIONS, ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp,
+    ast.Nonlocal, ast.Import, ast.ImportFrom, ast.Try, ast.Match, ast.NamedExpr,
 )  # fmt: skip
 """They give names values in orders that line numbers do not show."""
 
@@ -76,11 +74,7 @@ def _is_unset(source: Source, owner: Any, node: ast.Name) -> bool:
         return False
     if any(getattr(store, "lineno", 0) <= node.lineno for store in stores):
         return False
-    item: ast.AST | None = node
-    while (item := source.parent.get(item)) is not None:  # type: ignore[arg-type]
-        if isinstance(item, _REPEATING) and source.scope_of.get(item) is owner:
-            return False
-    return not any(isinstance(item, _BINDS_BESIDES) for item in ast.walk(owner))
+    return not any(isinstance(item, _OUT_OF_ORDER) for item in ast.walk(owner) if item is not owner)
 
 
 class CallCheck:

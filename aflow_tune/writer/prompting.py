@@ -8,7 +8,6 @@ passes the check under the run's own limits. Nothing that an answer is scored wi
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 from collections.abc import Mapping, Sequence
 
@@ -109,13 +108,11 @@ def _operator_line(kind: type[Operator], limits: CheckLimits) -> str:
 def template_faults(template: str, where: str) -> list[Fault]:
     """What is wrong with a template of the user's."""
     found = placeholders(template)
-    faults = []
-    for name in sorted(found - set(PLACEHOLDERS)):
-        near = difflib.get_close_matches(name, PLACEHOLDERS, 1)
-        cure = f"did you mean {{{near[0]}}}? " if near else ""
-        cure += f"for braces that are text write {{{{{name}}}}}"
-        expected = "one of " + ", ".join(f"{{{known}}}" for known in PLACEHOLDERS)
-        faults.append(Fault(where, expected, f"{{{name}}}", cure))
+    expected = "one of " + ", ".join(f"{{{known}}}" for known in PLACEHOLDERS)
+    faults = [
+        Fault(where, expected, f"{{{name}}}", f"for braces that are text write {{{{{name}}}}}")
+        for name in sorted(found - set(PLACEHOLDERS))
+    ]
     if "problem" not in found:
         cure = "put {problem} where the problem belongs, at the end"
         faults.append(Fault(where, "a text with {problem}", "none", cure))
