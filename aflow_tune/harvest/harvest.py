@@ -54,10 +54,8 @@ class TrialEnding(StrEnum):
 class Trial:
     """One graph on one problem, which is named by its key.
 
-    `text` is the graph in its canonical form, of a refused one the text as it came; `refusals`
-    are words of what was refused, each once. `score` (0 to 1) and `reward` (the five-part reward
-    of a clean rollout) are there for the ending SCORED; `usd` is None where a price is not known.
-    """
+    `text`: the graph in its canonical form, of a refused one as it came; `refusals`: kinds, each
+    once; `score` (0 to 1) and `reward`: of the ending SCORED; `usd`: None if a price is unknown."""
 
     problem: str
     text: str
@@ -138,16 +136,9 @@ class _Recited:
 
 @dataclass
 class Harvest:
-    """One harvest, by the prompt, operators, limits, executor and scoring of `workflow`.
-
-    Args:
-        problems: in the order in which their pairs are written.
-        candidates: of a problem, from templates and runs.
-        trials, lessons: of the very same settings, and of the same teacher.
-        seconds: that one trial may take, scoring included.
-        seed: of the teacher's samples, and of the choice between equals.
-        at_once: problems under way at the same time.
-    """
+    """One harvest, by the prompt, operators, limits, executor and scoring of `workflow`. `trials`
+    and `lessons`: of the same settings and teacher; `seconds`: that one trial may take, scoring
+    included; `at_once`: problems under way at the same time."""
 
     workflow: WriterWorkflow
     problems: Sequence[Problem]
@@ -169,11 +160,8 @@ class Harvest:
         self._unanswered: Counter[str] = Counter()
 
     async def run(self, advance: Callable[[], None]) -> None:
-        """Try every candidate on its problem; `advance` is called after each problem.
-
-        Raises:
-            BudgetReached: a limit was reached. What was tried by then is kept.
-        """
+        """Try every candidate on its problem; `advance` is called after each problem. Raises
+        BudgetReached: a limit was reached; what was tried by then is kept."""
         slots = asyncio.Semaphore(self.at_once)
 
         async def one(problem: Problem) -> None:
@@ -359,17 +347,9 @@ def choose(
     their problems, how many the cap dropped, and the share in force.
 
     Of each problem the highest reward wins, that is the cheapest and simplest graph. So that the
-    policy does not learn to recite one graph, a cap on each structure's share moves problems to
-    another graph that solved them too, at the least loss of reward; what is still too much is
-    dropped, the lowest rewards first.
-
-    Args:
-        solved: in the order of the problems.
-        per_problem: most pairs of one problem, each of another structure.
-        per_structure: most of one structure among all pairs, as a share above 0; at least equal
-            shares for all structures.
-        seed: decides between equal rewards.
-    """
+    policy does not learn to recite one graph, no structure has more than the share `per_structure`
+    of all pairs, or an equal share: problems move to another graph that solved them too, at the
+    least loss of reward, and what is still too much is dropped, the lowest rewards first."""
     order = {problem: at for at, problem in enumerate(dict.fromkeys(s.problem for s in solved))}
     # By problem, the best graph of each structure, best structure first.
     best: dict[str, dict[str, Trial]] = defaultdict(dict)

@@ -98,12 +98,8 @@ def settings_of(values: Mapping[str, str]) -> list[str]:
 
 
 def grid(axes: Sequence[Axis], seed: int) -> list[dict[str, str]]:
-    """All combinations in the order in which they are tried: shuffled, so that a part of them is
-    spread over the whole grid.
-
-    Raises:
-        BadInput: a range that cannot be counted, or more than `MOST_COMBINATIONS`.
-    """
+    """All combinations, in an order shuffled by `seed`. Raises BadInput: there are more than
+    `MOST_COMBINATIONS`, or a range that cannot be counted."""
     title = "There is no grid of this space."
     for axis in axes:
         if axis.values is None:
@@ -123,11 +119,7 @@ def grid(axes: Sequence[Axis], seed: int) -> list[dict[str, str]]:
 
 
 def parse_space(items: Sequence[str]) -> tuple[Axis, ...]:
-    """The axes that `--space` names, in their order.
-
-    Raises:
-        BadInput: with every item that cannot be read, and every key that is named twice.
-    """
+    """The axes that `--space` names. Raises BadInput: with every item that cannot be read."""
     axes: dict[str, Axis] = {}
     faults: list[Fault] = []
     for item in items:
@@ -281,11 +273,7 @@ class Plan:
 
 
 def make_plan(request: Request, say: Callable[[str], None] = print) -> Plan:
-    """Check everything that can be checked; starts nothing.
-
-    Raises:
-        BadInput: with every fault of the space, the configuration, or both together.
-    """
+    """Check everything that can be checked; starts nothing. Raises BadInput: with every fault."""
     axes = parse_space(request.space)
     set_beside = [setting.partition("=")[0].strip() for setting in request.overrides]
     set_beside += ["seed"] if request.seeds else []
@@ -331,12 +319,8 @@ def make_plan(request: Request, say: Callable[[str], None] = print) -> Plan:
 
 
 def check_same(plan: Plan) -> None:
-    """Keep the sweep's settings in its folder, or compare with those of an earlier command that
-    made its study.
-
-    Raises:
-        BadInput: with every setting that differs.
-    """
+    """Keep the sweep's settings in its folder, or compare with those that its study was made with.
+    Raises BadInput: with every setting that differs."""
     now, path = _decisive(plan), plan.folder / SETTINGS_FILE
     if not path.exists() or not (plan.folder / STUDY_FILE).exists():
         write_json(path, now)
@@ -357,11 +341,8 @@ def check_same(plan: Plan) -> None:
 
 
 def _decisive(plan: Plan) -> dict[str, Any]:
-    """What two commands of one sweep must have in common, as plain JSON values.
-
-    Of the configuration it is every setting that decides what is learned and how it is scored,
-    without the swept keys; of the command line all but how long, how many and how many at once.
-    """
+    """What two commands of one sweep must have in common: every setting but the swept ones that
+    decides what is learned and how it is scored, and what of the command line does."""
     request = plan.request
     swept = {canonical(axis.key) for axis in plan.axes}
     return {

@@ -1,12 +1,9 @@
 """Optuna's side of a sweep: what is tried next, what is pruned, and the record in SQLite.
 
 The study asks and is told; nothing runs inside of Optuna. A trial that is RUNNING in the study has
-not ended: its command goes on with it, or the next command does. The score is maximised.
-
-Samplers are made anew for every trial from the sweep's seed and the trial's number: one that was
-made once would begin its random numbers again after a resume, and draw the same settings twice.
-A grid's combinations are added as trials that run: Optuna's `GridSampler` stops `optimize`, which
-is not used here.
+not ended: this or the next command goes on with it. The score is maximised. Samplers are made anew
+for every trial from the sweep's seed and the trial's number, so that a resumed sweep does not draw
+the same settings twice; a grid's combinations are added as trials.
 """
 
 from __future__ import annotations

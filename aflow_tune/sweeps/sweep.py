@@ -79,15 +79,13 @@ def run_sweep(
     """Run, or go on with, the sweep that is asked for.
 
     Args:
-        ray: the address of the Ray that runs are started through, in place of the
-            configuration's, or `none`: processes of this machine.
+        ray: the Ray that runs are started through, in place of the configuration's; `none`: this
+            machine.
         stop: asked twice a second whether to save and stop.
-        say: told in words what is going on.
 
     Raises:
         BadInput: it was refused; nothing was started.
-        Interrupted: asked to stop, or runs were killed; the same command goes on.
-        BudgetReached: `--timeout` is over; the same command goes on.
+        Interrupted, BudgetReached: stopped, or `--timeout` is over; the same command goes on.
         RunFailed: the first three trials failed, or none has a score.
         AlreadyFinished: there was nothing left to do.
     """
@@ -421,10 +419,8 @@ class Sweep:
 
 
 def outcome(run: Path, objective: str) -> tuple[float, int, Interval | None] | None:
-    """The best or last score of a run that has ended, its step and interval; None if it has none.
-
-    Scores are the run's own, as `report/evaluation.py` ranks them. Of a chain the last stage counts
-    that was evaluated. There is no interval where there are several task sets.
+    """The best or last score of a run that has ended, its step and interval (of one task set);
+    None if it has none. Of a chain the last stage counts that was evaluated.
 
     Raises:
         ValueError: a record file is damaged; file and line are named.
@@ -444,10 +440,8 @@ def outcome(run: Path, objective: str) -> tuple[float, int, Interval | None] | N
 
 
 def reports(run: Path) -> dict[int, float]:
-    """The score at every step after the first whose evaluation is finished, while a run goes on.
-
-    Empty where the records cannot be read now.
-    """
+    """The score at every step whose evaluation is finished, after the first, while a run goes on;
+    empty where the records cannot be read now."""
     try:
         finished: dict[str, set[int]] = defaultdict(set)
         for line in read_metrics(run):

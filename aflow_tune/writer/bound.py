@@ -66,11 +66,8 @@ class _TooLong(Exception):
 
 
 class WorstCase:
-    """What a graph may use at worst. What never ends is put to `refusals`.
-
-    `bound` is None where the source does not tell it; `spenders` has the model calls of each call
-    by line, column and operator, as far as they are known.
-    """
+    """What a graph may use at worst: `bound`, None where the source does not tell it, and
+    `spenders`, the model calls of each call by line, column and operator."""
 
     def __init__(self, source: Source, limits: CheckLimits, refusals: Refusals) -> None:
         self.source, self.limits, self.refusals = source, limits, refusals

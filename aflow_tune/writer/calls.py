@@ -78,10 +78,8 @@ def _is_unset(source: Source, owner: Any, node: ast.Name) -> bool:
 
 
 class CallCheck:
-    """Puts to `refusals` what is wrong in a graph; notes the prompts that its code reads.
-
-    A method `_KIND` looks at each node of a kind that is evaluated.
-    """
+    """Puts to `refusals` what is wrong in a graph; notes the prompts that its code reads. A method
+    `_KIND` looks at each node of a kind that is evaluated."""
 
     def __init__(self, source: Source, prompts: Mapping[str, str], refusals: Refusals) -> None:
         self.source, self.prompts, self.refusals = source, prompts, refusals

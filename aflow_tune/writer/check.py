@@ -169,10 +169,8 @@ class _Check:
     # What the graph does
 
     def _answer(self, source: Source) -> None:
-        """Whether the answer comes from an operator: a policy is to write workflows, not answers.
-
-        An answer that the policy knew would otherwise earn the most, for the least.
-        """
+        """Whether the answer may come from an operator: one that the policy knew would otherwise
+        earn the most, for the least."""
         flow, call = source.graph.flow, source.methods["__call__"]
         if not returns_of(call):
             message = "__call__ returns nothing; end it with `return answer, cost`"

@@ -2,11 +2,8 @@
 
 A workflow is one JSON object `{"prompts": {instance: instruction}, "graph_code": "class
 Workflow: ..."}`. A reply may bring it in a fence, after reasoning or among prose, as damaged
-JSON, or as Python alone; `Written.form` and `Written.notes` say which, because the reward does
-not treat them alike.
-
-Damaged JSON is left to json_repair. Code whose quotes were not escaped is cut out of its object
-first. Nothing is run here, and what is read is bounded in size.
+JSON (which json_repair mends), or as Python alone; `Written.form` says which, for the reward.
+Nothing is run here, and what is read is bounded in size.
 """
 
 from __future__ import annotations
@@ -73,20 +70,12 @@ def _clean(text: str) -> str:
 
 
 def read_written(text: str) -> Written:
-    """The workflow in a reply. Prompts that are no texts are left out, with a note.
-
-    Raises:
-        Unreadable: there is none, or the reply is too long.
-    """
+    """The workflow in a reply. Raises Unreadable: there is none, or the reply is too long."""
     return read_with_refusals(text)[0]
 
 
 def read_with_refusals(text: str) -> tuple[Written, tuple[Refusal, ...]]:
-    """As `read_written`, and what is refused of its prompts.
-
-    Raises:
-        Unreadable: there is none, or the reply is too long.
-    """
+    """As `read_written`, and what is refused of its prompts."""
     if len(text) > MAX_TEXT_CHARS:
         message = f"the reply has {len(text):,} characters; write at most {MAX_TEXT_CHARS:,}"
         raise Unreadable(Refusal(RefusalKind.TOO_LARGE, message))
@@ -206,10 +195,8 @@ def mended(text: str) -> Any:
 
 
 def _text_after(text: str, key: str) -> tuple[str, str] | None:
-    """The text under a key whose end cannot be told by its quotes, and the rest without it.
-
-    It ends at the last quote in front of a closing brace, of the key `prompts`, or of the end.
-    """
+    """The text under a key whose end cannot be told by its quotes, and the rest without it: it
+    ends at the last quote in front of a closing brace, of the key `prompts`, or of the end."""
     places = rf"[\"'`]?{key}[\"'`]?\s{{0,20}}:\s{{0,20}}([\"'`]{{1,3}})"
     found = list(re.finditer(places, text))
     if not found:
@@ -227,11 +214,8 @@ def _text_after(text: str, key: str) -> tuple[str, str] | None:
 
 
 def unescaped(code: str) -> str:
-    """Code as it was meant: with the escapes of JSON read, unless only without that it is Python.
-
-    Code with line breaks of its own may have been written as it is, so that a backslash in it
-    is Python's.
-    """
+    """Code with the escapes of JSON read, unless it has line breaks of its own and only without
+    that it is Python."""
 
     def meaning(match: re.Match[str]) -> str:
         what = match[1]

@@ -54,15 +54,9 @@ def policy_messages(
     answer_form: str = "",
     earlier: Sequence[tuple[str, str]] = (),
 ) -> list[dict[str, str]]:
-    """The conversation that the policy answers with a workflow.
-
-    Args:
-        operators: that a graph may use, by name.
-        entry_point: the function to write, for problems of code.
-        template: in place of the shipped one; see `template_faults`.
-        answer_form: of the problem's benchmark; the graph reads it behind the problem.
-        earlier: what the policy wrote in each turn, and was told about it, oldest first.
-    """
+    """The conversation that the policy answers with a workflow. `template`: in place of the shipped
+    one; `answer_form`: of the problem's benchmark; `earlier`: what the policy wrote in each turn,
+    and was told about it."""
     most = [f"{limits.model_calls} model call{'' if limits.model_calls == 1 else 's'}"]
     most += [f"{limits.tokens} tokens"] if limits.tokens is not None else []
     most += [f"{limits.usd:g} US dollars"] if limits.usd is not None else []

@@ -131,13 +131,10 @@ async def run_written(
     """Run what the policy wrote on a problem; where that fails, what stands in for it.
 
     Args:
-        verdict: of the check, which decides what of it may run.
         entry_point: name of the function to write; for problems of code.
-        executor: the frozen model that operators call, as `aflow_tune.models.as_client` takes it.
-        clients: other models by role.
+        executor: the frozen model that operators call; `clients`: other models by role.
         models: role by operator, instance or the graph's own name of a model.
         limits: `seconds` for everything together, the rest for each attempt.
-        operators: those that a graph may use, by name.
         fallbacks: False: a graph that passed the check is run once, to see whether it works.
 
     Raises:
@@ -358,7 +355,6 @@ def writer_reward(
     Args:
         score: of the delivered answer, in [0, 1].
         usage: of the executor and the other frozen models.
-        level: which workflow gave the answer.
         form: how the workflow was read; None where nothing could be read.
         answer_form: a regular expression that a well-formed answer contains.
 

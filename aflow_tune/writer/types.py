@@ -99,12 +99,9 @@ class Written:
 
 @dataclass(frozen=True)
 class CheckLimits:
-    """What a graph may use at worst, and what one call of a model may.
-
-    `tokens` are prompt and completion together (None, as for `usd`: no limit); `retries` is how
-    often an operator asks again for an answer that it cannot read; prices are the highest among the
-    models that may be called (None: not known).
-    """
+    """What a graph may use at worst, and what one call of a model may. `tokens`: prompt and
+    completion together; `retries`: how often an operator asks again for an answer that it cannot
+    read; prices: the highest among the models. None: no limit, or not known."""
 
     model_calls: int = 20
     tokens: int | None = None
@@ -144,11 +141,8 @@ class Bound:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the check found. A graph that may run has no refusals.
-
-    `written` is None where nothing could be read, `graph` (with its prompts) where its code is no
-    Python, `bound` where the source tells none: the meter of the run stops such a graph.
-    """
+    """What the check found. `written` is None where nothing could be read, `graph` (with its
+    prompts) where its code is no Python, `bound` where the source tells none."""
 
     written: Written | None
     graph: Graph | None

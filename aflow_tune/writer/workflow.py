@@ -71,13 +71,12 @@ TYPE_OF_BENCHMARK: Mapping[str, ProblemType] = {
 class WriterWorkflow:
     """`async def f(task: Dict, model: TrinityChatModel) -> float`: the policy writes, others run.
 
-    Exactly one of `benchmark`, `score` and a row's own field `benchmark` says what an answer is
-    worth; the row's wins over `benchmark`, `score` over both.
+    One of `benchmark`, `score` and a row's own field `benchmark` says what an answer is worth; the
+    row's wins over `benchmark`, `score` over both.
 
     Args:
         executor: an auxiliary model's name, or a role of `clients` or of the configuration's
             `models:`.
-        operators: that a graph may use, by name.
         models: role by operator, for those that do not use the executor.
         problem_type: of rows that do not say it. None: by their benchmark.
         problem: field with the question. None: the benchmark's own text, or the first usual name.
@@ -87,7 +86,7 @@ class WriterWorkflow:
         seconds: for running one graph, fallbacks included.
         limited: roles whose models limit the length of their answers by themselves; to all others
             `check.call_completion_tokens` is given.
-        fallbacks: False: as in `run_written`. For trying graphs out, never for training.
+        fallbacks: as in `run_written`. False for trying graphs out, never for training.
         clients: by role, where no configuration's `models:` answer. They travel without keys.
     """
 
@@ -169,10 +168,7 @@ class WriterWorkflow:
         auxiliary_models: Mapping[str, Any] | None = None,
     ) -> WriterRun:
         """Let the policy write for a problem, and run what it writes; nothing is scored.
-
-        Args:
-            model: the policy, as `aflow_tune.models.as_client` takes it.
-            answer_form: what the policy and, behind the problem, its graph are told about it.
+        `answer_form` is told to the policy and, behind the problem, to its graph.
 
         Raises:
             ModelError: the policy itself did not answer.
@@ -393,12 +389,9 @@ def writer_from_config(
     """The workflow function that a configuration's `writer:` section describes.
 
     Args:
-        settings: the configuration's `models:`.
-        auxiliary: its auxiliary models, by name.
+        settings, auxiliary: the configuration's `models:`, and its auxiliary models by name.
         operators: its `operators:`, loaded; the shipped ones are known besides.
-        score: the function that `section.score` names.
-        test_cases: the file `section.test_cases`, found.
-        prompt: the same for `section.prompt`.
+        score, test_cases, prompt: what the keys of the section name, loaded or found.
         where: from a key of the configuration to its place, for messages.
 
     Raises:
