@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from aflow_tune.context import RolloutContext
 from aflow_tune.errors import AflowTuneError
@@ -35,8 +35,6 @@ from aflow_tune.writer.results import ExecutorFailed
 from aflow_tune.writer.types import Level
 from aflow_tune.writer.workflow import CALLER, WriterWorkflow
 
-EXAMPLES = 3
-"""Reasons of failed trials that are kept for the summary."""
 MAX_REASON = 300
 """Characters of a reason that a journal keeps."""
 
@@ -93,15 +91,12 @@ class Lesson:
         return self.question, str(self.number)
 
 
-E = TypeVar("E", Trial, Lesson)
+class Journal:
+    """Trials or lessons by key, in a file that grows. One process at a time."""
 
-
-class Journal(Generic[E]):
-    """The entries of one kind, by key, in a file that grows. One process at a time."""
-
-    def __init__(self, path: Path, kind: type[E]) -> None:
+    def __init__(self, path: Path, kind: type[Trial] | type[Lesson]) -> None:
         self.path = path
-        self.entries: dict[tuple[str, str], E] = {}
+        self.entries: dict[tuple[str, str], Any] = {}
         drop_torn_line(path)
         known = {item.name for item in fields(kind)}
         for line in path.read_bytes().splitlines() if path.exists() else ():
@@ -112,7 +107,7 @@ class Journal(Generic[E]):
             except (ValueError, TypeError, AttributeError):
                 continue  # damaged, or of another version: it is tried again
 
-    def add(self, entry: E) -> None:
+    def add(self, entry: Trial | Lesson) -> None:
         """Keep an entry, on disk first. Raises OSError if it could not be written."""
         append_line(self.path, as_line(asdict(entry)))
         self.entries[entry.key] = entry
@@ -144,8 +139,8 @@ class Harvest:
     problems: Sequence[Problem]
     candidates: Callable[[Problem], Sequence[Candidate]]
     settings: HarvestSection
-    trials: Journal[Trial]
-    lessons: Journal[Lesson]
+    trials: Journal
+    lessons: Journal
     auxiliary: dict[str, Any]
     rewards: RewardsSection
     teacher: ModelClient | None
@@ -326,7 +321,7 @@ class Harvest:
             "refused": endings[TrialEnding.REFUSED],
             "refused_by_kind": dict(Counter(kind for trial in trials for kind in trial.refusals)),
             "failed": len(failed),
-            "failed_examples": list(dict.fromkeys(failed))[:EXAMPLES],
+            "failed_examples": list(dict.fromkeys(failed))[:3],
             "unscored": endings[TrialEnding.UNSCORED],
             "wrong": endings[TrialEnding.SCORED] - len(solved),
             "solved": len(solved),

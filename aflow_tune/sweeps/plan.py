@@ -208,22 +208,16 @@ def _unreadable(where: str, expected: str, found: str) -> BadInput:
     return BadInput.of(_TITLE, where, expected, found, _EXAMPLE)
 
 
-# -- the plan ------------------------------------------------------------------------------
-
 STUDY_FILE = "study.sqlite"
 SETTINGS_FILE = "settings.json"
 ENDING = "-sweep"
 DEFAULT_TRIALS = 20
 MOST_CHECKED = 64
 """Combinations of a grid that are all checked beforehand; of a larger one each when it begins."""
-_OWN_KEYS = {
-    "project": "it names the sweep's folder",
-    "group": "it names the sweep's folder",
-    "name": "every trial gets its own",
-    "checkpoint_root_dir": "it names the sweep's folder",
-    "continue_from_checkpoint": "trials are resumed",
-    "stages": "name a setting in a stage: stages[0].algorithm.optimizer.lr",
-}
+_OWN_KEYS = frozenset(
+    ("project", "group", "name", "checkpoint_root_dir", "continue_from_checkpoint", "stages")
+)
+"""Where a sweep and its trials lie, and how they go on."""
 _DECIDE_HERE = (
     "budget.",
     "buffer.total_epochs",
@@ -281,8 +275,8 @@ def make_plan(request: Request, say: Callable[[str], None] = print) -> Plan:
     for axis in axes:
         key = canonical(axis.key)
         if key in _OWN_KEYS:
-            expected = "a key that decides what is learned"
-            faults.append(Fault(axis.where, expected, f"{key}: {_OWN_KEYS[key]}", "leave it out"))
+            expected = "a key that decides what is learned, in a stage as stages[0].KEY"
+            faults.append(Fault(axis.where, expected, key, "leave it out"))
         elif key in map(canonical, set_beside):
             expected = "a key that is not set beside it, or by --seeds"
             faults.append(Fault(axis.where, expected, "both", "leave one of them out"))
@@ -311,10 +305,7 @@ def make_plan(request: Request, say: Callable[[str], None] = print) -> Plan:
     folder = folder.with_name(f"{folder.name}{ENDING}")
     first_report = max(1, int(report.config.explorer.eval_interval or 1))
     if config.quick_eval and request.objective == "best":
-        say(
-            "warning: with `quick_eval` the last evaluation uses all held-out tasks and others a "
-            "sample: --objective last compares trials on the same tasks"
-        )
+        say("warning: with `quick_eval` only --objective last compares trials on the same tasks")
     return Plan(request, config, axes, trials, folder, first_report)
 
 

@@ -16,16 +16,12 @@ from typing import Any
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
-from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.trial import TrialState, create_trial
 
 from aflow_tune.sweeps.plan import STUDY_FILE, Plan, grid
 
 _NAME = "sweep"
 _WAIT_SECONDS = 60
-_MEDIAN_AFTER = 3
-"""Trials that must be complete before the median of so few says anything."""
-_MOST_RANDOM = 10
-"""TPE draws as many at random before it models anything; fewer where there are few trials."""
 _STATES = {
     TrialState.RUNNING: "running",
     TrialState.COMPLETE: "complete",
@@ -66,7 +62,7 @@ class SweepStudy:
         }
         pruners = {
             "none": optuna.pruners.NopPruner(),
-            "median": optuna.pruners.MedianPruner(n_startup_trials=_MEDIAN_AFTER),
+            "median": optuna.pruners.MedianPruner(n_startup_trials=3),
             "halving": optuna.pruners.SuccessiveHalvingPruner(plan.first_report, 2),
         }
         self._storage = optuna.storages.RDBStorage("sqlite:///study", engine_kwargs=engine)
@@ -84,7 +80,19 @@ class SweepStudy:
 
     def records(self) -> list[TrialRecord]:
         """All trials that were begun, by number."""
-        return [self._record(trial) for trial in self._begun()]
+        return [
+            TrialRecord(
+                trial.number,
+                _STATES[trial.state],
+                {key: axis.text(trial.params[key]) for key, axis in self._axes.items()},
+                trial.value,
+                dict(sorted(trial.intermediate_values.items())),
+                dict(trial.user_attrs),
+            )
+            for trial in self._study.get_trials(deepcopy=False)
+            # A kill between two writes leaves one without all of its settings: it never began.
+            if self._axes.keys() <= trial.params.keys()
+        ]
 
     def next(self) -> TrialRecord | None:
         """Begin a trial: its number and settings; None where a grid has no more."""
@@ -120,21 +128,6 @@ class SweepStudy:
         state = TrialState.PRUNED if pruned else TrialState.FAIL
         self._study.tell(number, value, None if value is not None else state)
 
-    def _begun(self) -> list[FrozenTrial]:
-        # A kill between two writes leaves one without all of its settings: it never began.
-        trials = self._study.get_trials(deepcopy=False)
-        return [trial for trial in trials if self._axes.keys() <= trial.params.keys()]
-
-    def _record(self, trial: FrozenTrial) -> TrialRecord:
-        return TrialRecord(
-            trial.number,
-            _STATES[trial.state],
-            {key: axis.text(trial.params[key]) for key, axis in self._axes.items()},
-            trial.value,
-            dict(sorted(trial.intermediate_values.items())),
-            dict(trial.user_attrs),
-        )
-
     def _trial(self, number: int) -> optuna.Trial:
         trials = self._study.get_trials(deepcopy=False)
         return optuna.Trial(self._study, trials[number]._trial_id)
@@ -144,7 +137,7 @@ class SweepStudy:
         seed = random.Random(f"{request.seed} {number}").getrandbits(32)
         if request.sampler != "tpe":  # of a grid nothing is drawn
             return optuna.samplers.RandomSampler(seed=seed)
-        startup = min(_MOST_RANDOM, max(2, self._plan.trials // 3))
+        startup = min(10, max(2, self._plan.trials // 3))  # drawn at random
         return optuna.samplers.TPESampler(
             seed=seed, n_startup_trials=startup, constant_liar=request.parallel > 1
         )

@@ -243,8 +243,6 @@ class Sweep:
         if not any(record.state in ("complete", "pruned") for record in self.study.records()):
             raise RunFailed(f"no trial has a score. {self._reasons()}")
 
-    # -- what is begun ---------------------------------------------------------------------
-
     def _fill(self, begun: int) -> int:
         """Start runs while there is room; how many trials were begun."""
         new = 0
@@ -284,8 +282,6 @@ class Sweep:
         notes = record.notes
         seconds, pruned = float(notes.get("seconds", 0.0)), bool(notes.get("pruned"))
         return Trial(record.number, runs, set(record.reported), seconds, pruned)
-
-    # -- what has become of it -------------------------------------------------------------
 
     def _going(self) -> list[Run]:
         runs = [run for trial in self.trials for run in trial.runs]
@@ -378,8 +374,6 @@ class Sweep:
         self.say(f"trial {trial.number}: failed: {reason}")
         write(self.plan, self.study.records())
 
-    # -- how it ends -----------------------------------------------------------------------
-
     def _hopeless(self) -> bool:
         first = self.endings[:FIRST_FAILURES]
         return len(first) == FIRST_FAILURES and all(first)
@@ -413,9 +407,6 @@ class Sweep:
             f"{ended} of {self.plan.trials} trials have ended, the state of the others is saved "
             f"in {self.plan.folder}. The same command goes on."
         )
-
-
-# -- scores --------------------------------------------------------------------------------
 
 
 def outcome(run: Path, objective: str) -> tuple[float, int, Interval | None] | None:

@@ -82,7 +82,7 @@ BUILTINS = _words(
     "ValueError ZeroDivisionError"
 )
 """Python's own names that a graph may use."""
-GIVEN = ("operator", "prompt_custom", "create_llm_instance", "DatasetType")
+KNOWN = BUILTINS | _words("operator prompt_custom create_llm_instance DatasetType")
 """Names that a graph has without importing them."""
 _SHIMS = frozenset({"operator", "prompt", "model", "dataset", "cost", "log"})
 FRAMES = _words(

@@ -118,11 +118,11 @@ class WorstCase:
     def _statement(self, node: ast.stmt, rest: Cost) -> Cost:
         self._step()
         if isinstance(node, ast.If):
-            ways = _larger([self._block(node.body, rest), self._block(node.orelse, rest)])
-            return self._expression(node.test).plus(ways)
+            ways = [self._block(node.body, rest), self._block(node.orelse, rest)]
+            return self._expression(node.test).plus(_larger(ways))
         if isinstance(node, ast.Match):
-            ways = _larger([rest, *(self._block(case.body, rest) for case in node.cases)])
-            return self._parts(node).plus(ways)
+            ways = [rest, *(self._block(case.body, rest) for case in node.cases)]
+            return self._parts(node).plus(_larger(ways))
         if isinstance(node, (ast.For, ast.AsyncFor)):
             turns = self._turning(self._length(node.iter), node.body)
             return self._expression(node.iter).plus(turns, self._block(node.orelse, rest))
@@ -208,20 +208,18 @@ class WorstCase:
             names = list(inspect.signature(kind.__call__).parameters)[1:]
             options |= dict(zip((n for n in names if n != "mode"), node.args, strict=False))
             options |= {word.arg: word.value for word in node.keywords if word.arg}
-            told = {key: self._told(value) for key, value in options.items()}
+            told = {}
+            for key, value in options.items():
+                known = self._most(value) if isinstance(value, ast.expr) else value
+                told[key] = None if known in (math.inf, -math.inf) else known
             try:
-                most = kind.most_calls(retries=retries, **told)
+                most = max(0, int(kind.most_calls(retries=retries, **told)))
             except Exception:  # a user's operator that does not take what it is told
                 most = Operator.most_calls(retries=retries)
-            most = max(0, most) if isinstance(most, int) else 1 + retries
         turns = math.prod(self._turns)
         place = (node.lineno, node.col_offset + 1, name or "llm")
         self.spenders[place] += most * int(turns) if math.isfinite(turns) else most
         return Cost(1, most)
-
-    def _told(self, value: Any) -> Any:
-        most = self._most(value) if isinstance(value, ast.expr) else value
-        return None if most in (math.inf, -math.inf) else most
 
     def _helper(self, node: ast.Call, function: Function | ast.Lambda) -> Cost:
         if function not in self._stack:
@@ -233,8 +231,6 @@ class WorstCase:
             message = f"{name} calls itself for ever; write a `for` over range(...) instead"
             self.refusals.add(RefusalKind.UNBOUNDED, message, node)
         return Cost(math.inf, math.inf)
-
-    # How often, how many
 
     def _most(self, node: ast.expr) -> float:
         """The largest that a whole number may be; infinite where it is not told."""

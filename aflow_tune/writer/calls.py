@@ -21,15 +21,7 @@ from aflow_tune.graph.run import bind
 from aflow_tune.graph.shape import walk
 from aflow_tune.models.client import ScriptedModel
 from aflow_tune.operators import Operator
-from aflow_tune.writer.allowed import (
-    BUILTINS,
-    FRAMES,
-    GIVEN,
-    LOGGER,
-    MODULES,
-    public,
-    why_forbidden,
-)
+from aflow_tune.writer.allowed import FRAMES, KNOWN, LOGGER, MODULES, public, why_forbidden
 from aflow_tune.writer.source import FUNCTIONS, Source, is_self, options_of
 from aflow_tune.writer.types import MAX_REFUSALS, RefusalKind, Refusals, did_you_mean, listed, shown
 
@@ -50,7 +42,7 @@ _OUT_OF_ORDER = (
 def check_names(source: Source, refusals: Refusals) -> None:
     """Refuse every name that nothing stands for, or nothing yet."""
     for (owner, name), nodes in source.loads.items():
-        given = name.startswith("__") or name in (*GIVEN, *BUILTINS) or source.imports_all
+        given = name.startswith("__") or name in KNOWN or source.imports_all
         why = why_forbidden(name)
         for node in nodes[:MAX_REFUSALS]:
             if owner is not None and _is_unset(source, owner, node):
@@ -61,8 +53,6 @@ def check_names(source: Source, refusals: Refusals) -> None:
             elif owner is None and not given:
                 own = [f"self.{item}" for item in (*source.set_on_self, *source.methods)]
                 near = did_you_mean(name, [*sorted(set().union(*source.bound.values())), *own])
-                if f"self.{name}" in own:
-                    near = f" (did you mean self.{name}?)"
                 message = f"`{name}` is not defined{near}; assign or import it before you use it"
                 refusals.add(K.UNKNOWN_NAME, message, node)
 
@@ -122,7 +112,7 @@ class CallCheck:
         compared = isinstance(around, (ast.Compare, *FUNCTIONS))
         if name == "type" and not self._is_called(node) and not compared:
             self.refuse(K.NOT_ALLOWED, "type is only called, as in type(found)", node)
-        known = node.id in BUILTINS or node.id in GIVEN or node.id.startswith("__")
+        known = node.id in KNOWN or node.id.startswith("__")
         if self.source.imports_all and not known and self.source.owner(node) is None:
             self._operator(node, node.id)
 
@@ -217,7 +207,7 @@ class CallCheck:
         value, call = node.value, getattr(node.value, "value", None)
         given: Sequence[ast.expr] = value.elts if isinstance(value, (ast.Tuple, ast.List)) else ()
         if isinstance(value, ast.Await) and isinstance(call, ast.Call):
-            given = call.args if shown(call.func) in ("asyncio.gather", "gather") else ()
+            given = call.args if self.source.python_name(call.func) == "asyncio.gather" else ()
         for target in node.targets if given else ():
             names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else given
             starred = any(isinstance(part, ast.Starred) for part in (*names, *given))

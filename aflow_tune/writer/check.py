@@ -48,6 +48,7 @@ MAX_PROMPT_CHARS = 20_000
 """Of one instruction."""
 LABEL = "graph_code"
 """How messages name the graph."""
+_MADE_OF_PARTS = (ast.Return, ast.Constant, ast.JoinedStr, ast.FormattedValue, ast.BinOp)
 _CONDITIONAL = (
     ast.If, ast.For, ast.While, ast.Try, ast.Match, ast.IfExp, ast.BoolOp
 )  # fmt: skip
@@ -136,8 +137,6 @@ class _Check:
             self.bound = worst.bound
             self._budget(worst.bound, worst.spenders)
 
-    # Syntax
-
     def _is_python(self) -> bool:
         code = self.written.code
         depth = nesting = 0  # brackets in texts count too, which does no harm
@@ -166,8 +165,6 @@ class _Check:
             self.refusals.add(RefusalKind.SYNTAX, f"this is no Python: {error}")
         return False
 
-    # What the graph does
-
     def _answer(self, source: Source) -> None:
         """Whether the answer may come from an operator: one that the policy knew would otherwise
         earn the most, for the least."""
@@ -180,7 +177,7 @@ class _Check:
             message = "the workflow calls no operator, as in await self.solve(input=problem)"
         elif any(edge.target == ANSWER and edge.source >= 0 for edge in flow.edges):
             return
-        elif all(_written_out(source, _answer_of(item), call) for item in returns_of(call)):
+        elif all(_written_out(source, item, call) for item in returns_of(call)):
             message = "no operator's result reaches the answer; return one's result, as in "
             message += 'return solution["response"]'
         else:
@@ -200,8 +197,6 @@ class _Check:
             message = f"a problem of the type {self.problem_type} has no entry point; write "
             message += "async def __call__(self, problem)"
             self.refusals.add(RefusalKind.SHAPE, message, call)
-
-    # Prompts and budget
 
     def _prompts(self, graph: Graph, used: set[str]) -> None:
         shape = graph.shape
@@ -240,13 +235,6 @@ class _Check:
             return
 
 
-def _answer_of(node: ast.Return) -> ast.expr:
-    """What is returned, without the cost beside it."""
-    value = node.value
-    assert value is not None
-    return value.elts[0] if isinstance(value, ast.Tuple) and value.elts else value
-
-
 def _written_out(source: Source, node: ast.AST, function: Function) -> bool:
     """Whether a part of a function is nothing but constants and the problem, on every way through
     it; also by names that are only given such."""
@@ -264,5 +252,8 @@ def _written_out(source: Source, node: ast.AST, function: Function) -> bool:
             for value in values
         )
     parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
-    made = isinstance(node, (ast.Constant, ast.JoinedStr, ast.FormattedValue, ast.BinOp))
-    return made and all(_written_out(source, part, function) for part in parts)
+    if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
+        parts = node.value.elts[:1]  # without the cost
+    return isinstance(node, _MADE_OF_PARTS) and all(
+        _written_out(source, part, function) for part in parts
+    )

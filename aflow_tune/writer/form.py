@@ -79,14 +79,11 @@ def read_with_refusals(text: str) -> tuple[Written, tuple[Refusal, ...]]:
     if len(text) > MAX_TEXT_CHARS:
         message = f"the reply has {len(text):,} characters; write at most {MAX_TEXT_CHARS:,}"
         raise Unreadable(Refusal(RefusalKind.TOO_LARGE, message))
-    given = text.removeprefix("\ufeff")
-    clean = _clean(given)
+    clean = _clean(text.removeprefix("\ufeff"))
     _, _, behind_reasoning = clean.rpartition("</think>")
     for part in filter(None, dict.fromkeys((behind_reasoning.strip(), clean.strip()))):
         found = _object(part) or _tagged(part) or _python(part)
         if found is not None:
-            if clean != given:
-                found.notes.append("characters that no text can hold were replaced")
             return found.written()
     why = "there is neither a JSON object nor Python with `class Workflow`"
     if not clean.strip():
@@ -300,8 +297,6 @@ def _found_in(value: Any, note: str = "") -> _Found | None:
         found.mended(f"the keys are `{PROMPTS}` and `{CODE}`")
     if isinstance(value[names[wanted]], list):
         found.mended("the code was a list of lines")
-    if other := [f"{name!s:.40}" for name in value if name not in used]:
-        found.notes.append(f"passed over: {', '.join(other[:5])}")
     return found
 
 

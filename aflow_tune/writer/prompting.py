@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.graph import inside
@@ -75,8 +76,7 @@ def policy_messages(
     kept = [line for line in lines if not placeholders(line) & empty]
     messages = [{"role": "user", "content": fill("\n".join(kept), values)}]
     for wrote, told in earlier:
-        messages.append({"role": "assistant", "content": wrote})
-        messages.append({"role": "user", "content": told})
+        messages += [{"role": "assistant", "content": wrote}, {"role": "user", "content": told}]
     return messages
 
 
@@ -129,7 +129,5 @@ def _example(
         graph = default_graph(problem_type or "math", allowed)
         code = graph.sources[inside.GRAPH_FILE].replace(_COST, "").strip()
         texts.append(as_text(graph.instructions, code))
-    for text in texts:
-        if check_written(text, operators=allowed, problem_type=problem_type, limits=limits).ok:
-            return text
-    return ""
+    given: dict[str, Any] = {"operators": allowed, "problem_type": problem_type, "limits": limits}
+    return next((text for text in texts if check_written(text, **given).ok), "")

@@ -309,17 +309,14 @@ class TurnResult:
         if self.executed.level is Level.CLEAN and run.ok:
             tokens = "" if self.usage.tokens is None else f" of {self.usage.tokens} tokens"
             calls = f"{self.model_calls} model call{'' if self.model_calls == 1 else 's'}"
-            lines = [
-                f"Your workflow ran and answered:\n{_cut(run.text)}",
-                f"It made {calls}{tokens}.",
-            ]
-            return "\n".join([*lines, _ASK])
+            answered = f"Your workflow ran and answered:\n{_cut(run.text)}"
+            return f"{answered}\nIt made {calls}{tokens}.\n{_ASK}"
         lines = [f"Your workflow failed: {_cut(self.executed.attempts[0].why)}"]
         if refusals:
             lines = ["Your workflow was refused before it ran:"]
             lines += [f"- {_cut(str(item))}" for item in refusals[:_TOLD_REFUSALS]]
-            if len(refusals) > _TOLD_REFUSALS:
-                lines.append(f"- and {len(refusals) - _TOLD_REFUSALS} more")
+        if len(refusals) > _TOLD_REFUSALS:
+            lines.append(f"- and {len(refusals) - _TOLD_REFUSALS} more")
         ending = "and gave no answer either."
         if run.ok:
             ending = f"and answered, which earns you next to nothing:\n{_cut(run.text)}"

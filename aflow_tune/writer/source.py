@@ -46,16 +46,15 @@ class Source:
         )
         self._read(shape.tree, None)
         self.imports_all = "*" in self.bound[shape.tree]
+        # By scope and name: where it gets a value, where it is read, what of Python's it is
+        # (`json.loads`), the functions of the graph that it is.
         self.stores: dict[tuple[Scope | None, str], list[ast.AST]] = {}
-        """Where a name gets a value, imports and definitions apart."""
         self.loads: dict[tuple[Scope | None, str], list[ast.Name]] = {}
         self.imported: dict[tuple[Scope | None, str], str] = {}
-        """Names of Python's modules and of what they hold: `json`, `json.loads`."""
         self.defined: dict[tuple[Scope | None, str], list[Function]] = {}
+        # By attribute what is assigned; None where that is no plain assignment.
         self.set_on_self: dict[str, list[ast.expr | None]] = {}
-        """By attribute what is assigned; None where that is no plain assignment."""
-        self.built: dict[tuple[int, int], ast.Call] = {}
-        """Where operators are built."""
+        self.built: dict[tuple[int, int], ast.Call] = {}  # where operators are built
         for node in self.nodes:
             self._note(node)
         for member in shape.workflow.body if shape.workflow is not None else ():
@@ -66,7 +65,6 @@ class Source:
             for place in shape.operators
             if (place.line, place.column) in self.built
         }
-        """Of each operator instance."""
 
     def _read(self, scope: Scope, around: Scope | None) -> None:
         """Find the names that a scope binds, and those of the scopes in it."""
