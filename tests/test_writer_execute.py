@@ -69,15 +69,6 @@ def levels(executed: Executed) -> list[int]:
     return [int(attempt.level) for attempt in executed.attempts]
 
 
-def test_a_clean_run_is_one_attempt() -> None:
-    model = ScriptedModel(say, role="executor", price=PRICE)
-    executed = execute(verdict(HEAD + CALL), model)
-    assert (executed.level, executed.run.answer, levels(executed)) == (Level.CLEAN, "plain", [0])
-    assert (executed.why, executed.run.calls, executed.run.cost) == ("", 1, 0.25)
-    assert model.asked[0].messages[0]["content"] == "Mine.\n\n1+1?"
-    assert executed.graph.label == "written"
-
-
 def test_a_constructor_that_fails_on_its_prompts_runs_with_plain_ones() -> None:
     init = (
         "        if self.prompts['solve'].startswith('Mine'):\n            raise ValueError('x')\n"

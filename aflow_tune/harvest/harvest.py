@@ -9,6 +9,7 @@ and is not done twice; what failed for a reason that may pass, such as a silent 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -218,7 +219,10 @@ class Harvest:
         return self.workflow.messages(*asked, answer_form=form)
 
     async def _try(self, problem: Problem, candidate: Candidate) -> None:
-        text = canonical(candidate.text)
+        text = candidate.text
+        with contextlib.suppress(Unreadable):  # in the form that its pair will have
+            written = read_written(text)
+            text = as_text(written.prompts, written.code)
         key = problem.key, text_key(text)
         if key in self._tried:
             return  # another source had the same
@@ -416,15 +420,6 @@ def text_key(text: str) -> str:
 def question_key(messages: Sequence[Mapping[str, Any]]) -> str:
     """Short name of what a teacher is asked."""
     return text_key(json.dumps([dict(message) for message in messages], sort_keys=True))
-
-
-def canonical(text: str) -> str:
-    """A graph in the hybrid form, as its pair will hold it; what is no graph stays as it is."""
-    try:
-        written = read_written(text)
-    except Unreadable:
-        return text
-    return as_text(written.prompts, written.code)
 
 
 def _spent(entries: Sequence[Trial] | Sequence[Lesson]) -> dict[str, Any]:

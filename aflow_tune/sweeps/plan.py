@@ -274,12 +274,9 @@ def make_plan(request: Request, say: Callable[[str], None] = print) -> Plan:
     faults = []
     for axis in axes:
         key = canonical(axis.key)
-        if key in _OWN_KEYS:
-            expected = "a key that decides what is learned, in a stage as stages[0].KEY"
+        if key in _OWN_KEYS or key in map(canonical, set_beside):
+            expected = "a key that decides what is learned, and is not set beside it or by --seeds"
             faults.append(Fault(axis.where, expected, key, "leave it out"))
-        elif key in map(canonical, set_beside):
-            expected = "a key that is not set beside it, or by --seeds"
-            faults.append(Fault(axis.where, expected, "both", "leave one of them out"))
     trials, combinations = request.trials or DEFAULT_TRIALS, []
     if request.sampler == "grid":
         combinations = grid(axes, request.seed)[: request.trials]

@@ -20,8 +20,6 @@ from optuna.trial import TrialState, create_trial
 
 from aflow_tune.sweeps.plan import STUDY_FILE, Plan, grid
 
-_NAME = "sweep"
-_WAIT_SECONDS = 60
 _STATES = {
     TrialState.RUNNING: "running",
     TrialState.COMPLETE: "complete",
@@ -57,7 +55,7 @@ class SweepStudy:
         # In place of an address, in which some characters of a path would mean something else.
         engine = {
             "creator": lambda: sqlite3.connect(
-                plan.folder / STUDY_FILE, timeout=_WAIT_SECONDS, check_same_thread=False
+                plan.folder / STUDY_FILE, timeout=60, check_same_thread=False
             )
         }
         pruners = {
@@ -67,7 +65,7 @@ class SweepStudy:
         }
         self._storage = optuna.storages.RDBStorage("sqlite:///study", engine_kwargs=engine)
         self._study = optuna.create_study(
-            study_name=_NAME,
+            study_name="sweep",
             storage=self._storage,
             direction="maximize",
             pruner=pruners[request.prune],

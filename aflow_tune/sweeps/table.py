@@ -22,8 +22,6 @@ from aflow_tune.sweeps.plan import Axis, Plan, settings_of
 from aflow_tune.sweeps.study import TrialRecord
 
 JSON_FILE, PAGE_FILE = "sweep.json", "sweep.html"
-_LONGEST_REASON = 160
-_LONGEST_NAME = 12
 _ORDER = {"complete": 0, "budget": 0, "pruned": 1, "unfinished": 2, "failed": 3}
 _HEAD = ["trial", "state", "score", "95% interval", "step", "seconds", "cost"]
 Row = dict[str, Any]
@@ -146,7 +144,7 @@ def _cells(row: Row) -> list[str]:
 
 def _reason(row: Row) -> str:
     """In one line, bounded; empty where there is none."""
-    line = " ".join((row["reason"] or "").split())[:_LONGEST_REASON]
+    line = " ".join((row["reason"] or "").split())[:160]
     return "".join(c if c.isprintable() else "?" for c in line)
 
 
@@ -194,5 +192,5 @@ def _charts(
             colour = 2 if row is best else (1 if row["state"] == "pruned" else 0)
             at, name = place(row["values"][axis.key]), f"trial {row['number']}"
             marks.append(Mark(at, row["score"], name, row["low"], row["high"], colour))
-        ticks = [(place(text), _short(text)[:_LONGEST_NAME]) for text in axis.probes]
+        ticks = [(place(text), _short(text)[:12]) for text in axis.probes]
         yield axis.key, Markup(scatter_chart(axis.key, marks, (ticks[0][0], ticks[-1][0]), ticks))

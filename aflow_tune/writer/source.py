@@ -235,7 +235,6 @@ def binds(node: ast.AST) -> Iterator[str]:
 
 
 def is_self(node: ast.AST) -> bool:
-    """Whether it is `self`."""
     return isinstance(node, ast.Name) and node.id == "self"
 
 

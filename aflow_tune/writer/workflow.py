@@ -500,6 +500,7 @@ def _role_faults(
             expected = "a frozen model: one role of `models:`, or the name of one auxiliary model"
             found = f"{role!r}; there is {', '.join(there) or 'none'}"
             cure = _near(role, there, f"models: {{{role or 'executor'}: {{model: NAME}}}}")
+            cure = "rename one of the two" if role in there else cure
             yield Fault(key, expected, found, cure)
     allowed = section.operators or operators
     for name in section.models:
