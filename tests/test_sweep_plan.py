@@ -20,9 +20,6 @@ from aflow_tune.sweeps.study import SweepStudy
 LR = "algorithm.optimizer.lr"
 
 
-# --- the space ----------------------------------------------------------------------------
-
-
 def test_values_stay_the_text_that_was_written(tmp_path: Path) -> None:
     path = tmp_path / "space.yaml"
     path.write_text(
@@ -84,9 +81,6 @@ def test_a_grid_has_every_combination_once_in_an_order_by_seed() -> None:
             grid(parse_space(space), 0)
 
 
-# --- what is refused ----------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
     return write_project(tmp_path_factory.mktemp("sweep"), tiny_model_dir)
@@ -139,9 +133,6 @@ def test_what_a_sweep_cannot_be_of(project: Path, tmp_path: Path) -> None:
     path = tmp_path / "blind.yaml"
     path.write_text(yaml.safe_dump(content))
     assert [where for where in faults_of(path, "seed=1,2") if "eval_tasksets" in where]
-
-
-# --- the study ----------------------------------------------------------------------------
 
 
 def study_in(

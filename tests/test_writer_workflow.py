@@ -99,7 +99,6 @@ LEVELS = [
     (text(NO_ANSWER), 2, "no_answer"),
     (text(REFUSED), 3, "refused"),
     (GARBAGE, 3, "unreadable"),
-    ("", 3, "unreadable"),
 ]
 
 
@@ -137,9 +136,6 @@ def test_a_score_function_of_the_users() -> None:
         assert ran.record["score"] is None  # what was written is kept all the same
 
 
-# When the executor does not answer
-
-
 def failing(failure: ModelFailure) -> ModelError:
     return ModelError(failure, "no")
 
@@ -150,9 +146,6 @@ def test_an_executor_that_never_answers_fails_the_run(failure: ModelFailure) -> 
     assert isinstance(ran.error, ExecutorFailed)
     assert failure.value in str(ran.error)
     assert ran.record["score"] is None
-
-
-# Several turns
 
 
 def test_the_policy_sees_the_outcome_and_writes_again() -> None:
@@ -198,9 +191,6 @@ def test_a_graph_is_kept(reply: str) -> None:
     assert len(executor.asked) == 1
     assert len(policy.asked) == 2
     assert (ran.record["turns"], ran.record["text"], ran.metrics["correct"]) == (2, text(), 1.0)
-
-
-# Models behind APIs, other roles
 
 
 def test_code_uses_the_entry_point_and_the_public_tests() -> None:

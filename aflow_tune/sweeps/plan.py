@@ -42,8 +42,7 @@ from aflow_tune.files import write_json
 from aflow_tune.sections import canonical, display
 from aflow_tune.sweeps import Request
 
-MOST_COMBINATIONS = 10_000
-"""Of a grid. More would not be tried anyway, and a list of all of them is kept."""
+MOST_COMBINATIONS = 10_000  # of a grid: a list of all of them is kept
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"((?:log:|int:)*)({_NUMBER})\.\.({_NUMBER})")
 _KEY = re.compile(r"[A-Za-z_][\w\-]*(?:[.\[][\w\-.\[\]]*)?")
@@ -212,8 +211,7 @@ STUDY_FILE = "study.sqlite"
 SETTINGS_FILE = "settings.json"
 ENDING = "-sweep"
 DEFAULT_TRIALS = 20
-MOST_CHECKED = 64
-"""Combinations of a grid that are all checked beforehand; of a larger one each when it begins."""
+MOST_CHECKED = 64  # combinations of a grid, beforehand; of a larger one each when it begins
 _OWN_KEYS = frozenset(
     ("project", "group", "name", "checkpoint_root_dir", "continue_from_checkpoint", "stages")
 )

@@ -40,8 +40,7 @@ from aflow_tune.sweeps.study import SweepStudy, TrialRecord
 from aflow_tune.sweeps.table import JSON_FILE, PAGE_FILE, write
 
 POLL_SECONDS = 0.5
-FIRST_FAILURES = 3
-"""So many trials failing before any came to its end mean that it is not the settings."""
+FIRST_FAILURES = 3  # so many trials failing first mean that it is not the settings
 _MAX_REASON = 600
 _WELL = (ExitCode.DONE, ExitCode.ALREADY_FINISHED, ExitCode.BUDGET)
 """A run that reached a limit of its `budget` counts with what it came to within it."""

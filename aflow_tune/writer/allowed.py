@@ -117,8 +117,7 @@ _INSTEAD: dict[type[ast.AST], str] = {
 }
 _READS_PRIVATE = re.compile(r"\{[^{}\s]*[.\[]__\w+__[^{}]*\}")
 """A text that `format` would read private attributes by."""
-NAME = "__name__"
-"""Of a module, a class or a function: a text, and what loggers are called by."""
+NAME = "__name__"  # of a module, a class or a function: what loggers are called by
 _SETTABLE = ("cost_manager", "propagate")
 """Attributes of anything that code of the field sets: of AFlow's model, of a logger."""
 

@@ -21,10 +21,8 @@ from aflow_tune.operators import Operator
 from aflow_tune.writer.source import FUNCTIONS, Source
 from aflow_tune.writer.types import Bound, CheckLimits, RefusalKind, Refusals
 
-MAX_STEPS = 20_000
-"""Statements and expressions that are counted, helpers wherever they are called."""
-MAX_TURNS = 10**18
-"""More turns than this count as unknown."""
+MAX_STEPS = 20_000  # statements and expressions, helpers wherever they are called
+MAX_TURNS = 10**18  # more count as unknown
 _SAME_LENGTH = frozenset(
     ("list", "tuple", "sorted", "reversed", "set", "enumerate", "iter", "asyncio.as_completed")
 )
