@@ -9,41 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from fake_run import TASKSET, write_step
+from writer_samples import graph
 
 from aflow_tune.report.evaluation import load_evaluations
 from aflow_tune.report.metrics import append_metrics
 from aflow_tune.report.records import EvalRecord, Rollout, append_record, append_rollout
 from aflow_tune.report.writer import WriterRecords, WriterRollout, load_writer, read_rollout
 
-HEAD = """\
-class Workflow:
-    def __init__(self, name, llm_config, dataset):
-        self.llm = create_llm_instance(llm_config)
-"""
-SINGLE = (
-    HEAD
-    + """\
-        self.solve = operator.Custom(self.llm)
-
-    async def __call__(self, problem):
-        draft = await self.solve(input=problem)
-        return draft["response"], 0
-"""
-)
-VOTE = (
-    HEAD
-    + """\
-        self.solve = operator.Custom(self.llm)
-        self.vote = operator.ScEnsemble(self.llm)
-
-    async def __call__(self, problem):
-        drafts = []
-        for turn in range(3):
-            draft = await self.solve(input=problem)
-            drafts.append(draft["response"])
-        best = await self.vote(solutions=drafts, problem=problem)
-        return best["response"], 0
-"""
+SINGLE = graph('draft = await self.solve(input=problem)\nreturn draft["response"], 0')
+VOTE = graph(
+    """\
+drafts = []
+for turn in range(3):
+    draft = await self.solve(input=problem)
+    drafts.append(draft["response"])
+best = await self.vote(solutions=drafts, problem=problem)
+return best["response"], 0""",
+    "self.solve = operator.Custom(self.llm)\nself.vote = operator.ScEnsemble(self.llm)",
 )
 GRAPHS: dict[str, tuple[str, dict[str, int]]] = {
     "Custom": (SINGLE, {"Custom": 1}),

@@ -24,7 +24,7 @@ from harvest_project import (
 )
 
 from aflow_tune.errors import BudgetReached
-from aflow_tune.harvest.harvest import Journal, Trial, TrialEnding, choose
+from aflow_tune.harvest.harvest import Trial, TrialEnding, choose
 from aflow_tune.report.records import Rollout, append_rollout
 from aflow_tune.tuning import harvest_config
 from aflow_tune.writer.form import as_text, read_written
@@ -233,22 +233,6 @@ def note(text: str, structure: str = "Custom", **changed: Any) -> dict[str, Any]
         "score": 1.0,
         **changed,
     }
-
-
-def test_a_journal_gives_back_what_was_kept_and_drops_a_torn_line(tmp_path: Path) -> None:
-    path = tmp_path / "trials" / "one.jsonl"
-    first = Trial("p", "text \ud800 ü", TrialEnding.SCORED, structure="Custom", score=1.0)
-    second = Trial("q", "text", TrialEnding.REFUSED, refusals=("syntax",))
-    journal = Journal(path, Trial)
-    journal.add(first)
-    journal.add(second)
-    with path.open("ab") as file:
-        file.write(b'{"problem": "r", "tex')
-    again = Journal(path, Trial)
-    assert list(again.entries.values()) == [first, second]
-    again.add(Trial("r", "text", TrialEnding.FAILED, reason="boom"))
-    third = Journal(path, Trial)
-    assert [item.problem for item in third.entries.values()] == ["p", "q", "r"]
 
 
 def scored(problem: str, structure: str, text: str, reward: float) -> Trial:

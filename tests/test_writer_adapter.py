@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_server import FaultyServer, Step
 from project import run_dir, write_project
 from scripted_server import ScriptedModel, ScriptedRunner, ScriptedServer, make_task
 from writer_samples import ONE, RAISES, TWO, text, writer
 
 from aflow_tune.engines.trinity.rollout.operators import CALLER_KEY, STATE_KEY, AnchorRate
-from aflow_tune.models.clients import RunSpend
-from aflow_tune.models.spend import Spend
-from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
 from aflow_tune.writer.prompting import KEEP
 
 # isort: split
@@ -89,33 +85,6 @@ def test_turns_are_steps_with_anchor_states_and_both_algorithms_take_them() -> N
         advised, _ = kind(**kind.default_args()).process(exps)
         assert len(advised) == len(exps)
         assert all(exp.advantages is not None for exp in advised)
-
-
-def test_an_executor_of_the_configurations_models_is_counted_and_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in an evaluation: `models:` answer through the run's budget, and `--cache` keeps it."""
-    # Servers of this machine are not cached; this one stands for one that is elsewhere.
-    monkeypatch.setattr("aflow_tune.models.cache._is_local", lambda address: False)
-    with ScriptedServer(lambda _: text()) as policy, FaultyServer([Step(text="4")]) as executor:
-        prices = PriceSettings(1.0, 1.0)
-        settings = ModelSettings(model="frozen", base_url=executor.openai_url, prices=prices)
-        account, limits = str(tmp_path / "account.sqlite"), BudgetSection(calls=100)
-        spend = RunSpend(account, limits, {"executor": settings})
-        runner = ScriptedRunner(ScriptedModel(policy.url), [], "sequential")
-        for batch in ("0/held_out", "1/held_out"):
-            folders = {"cache": str(tmp_path / "cache"), "eval_dir": str(tmp_path / "evaluations")}
-            task = make_task(
-                writer(**SETTINGS), is_eval=True, batch_id=batch, spend=spend, **folders
-            )
-            status, _ = asyncio.run(runner.run_task(task, batch, repeat_times=1))
-            assert status.ok, status.message
-        assert len(executor.requests) == 1
-    for step in (0, 1):
-        record = json.loads((tmp_path / f"evaluations/held_out/step_{step}.jsonl").read_text())
-        assert record["metrics"]["correct_clean"] == 1.0
-        assert record["kept"]["writer"]["answer"] == "4"
-    assert Spend(path=account).spent("executor").calls == 1
 
 
 WATCHING = """

@@ -108,11 +108,3 @@ def test_templates_and_fallbacks_ask_for_it_and_score(benchmark: str, name: str)
     assert (ran.metrics["strict"], ran.metrics["published"]) == (1.0, 1.0)
     (told,) = policy.asked
     assert find(benchmark).answer_form in told.messages[-1]["content"]
-
-
-def test_the_form_stands_before_the_mark_of_the_answer() -> None:
-    from aflow_tune.scoring import with_form
-
-    assert with_form("Which?\nAnswer:", "One.") == "Which?\n\nOne.\n\nAnswer:"
-    assert with_form("Which?", "One.") == "Which?\n\nOne."
-    assert with_form("Which?", "") == "Which?"

@@ -86,7 +86,7 @@ OF_MODELS = "models: {executor: {model: m, " + ADDRESS
 @pytest.mark.parametrize(
     ("section", "more", "places", "words"),
     [
-        ("executor: frozen", AUXILIARY + OF_FROZEN, ROLE, "both under"),
+        ("executor: frozen", AUXILIARY + OF_FROZEN, ROLE, "rename one"),
         ("operators: [Custom, Xyz]", MODELS, "writer.operators", "Xyz"),
         ("max_calls: 0, retries: 99", MODELS, "writer.max_calls writer.retries", "1 or more"),
         ("executor: frozen, max_usd: 0.5", AUXILIARY, "writer.max_usd", "max_tokens instead"),
@@ -147,11 +147,6 @@ def test_what_the_rest_of_the_configuration_makes_doubtful(tmp_path: Path) -> No
     longer = "model.max_model_len=600"
     (late,) = warnings_of(tmp_path, section, longer, "rollout.run_timeout=150")
     assert "writer.turns x writer.timeout is 200 s" in late
-    (mixed,) = warnings_of(tmp_path, section, longer, "algorithm.algorithm_type=grpo")
-    assert "grpo takes each turn for a run of its own" in mixed
-    once = section.replace("turns: 2", "turns: 1")
-    (idle,) = warnings_of(tmp_path, once, longer, "algorithm.algorithm_type=gigpo")
-    assert "made in one state" in idle
     (short,) = warnings_of(tmp_path, section, "model.max_model_len=150")
     assert "model.max_prompt_tokens" in short
     assert "the model takes 150" in short

@@ -17,7 +17,6 @@ from aflow_tune.errors import BudgetReached
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.run import GraphEnding, GraphLimits
 from aflow_tune.models import Reply, ScriptedModel, Usage
-from aflow_tune.models.prices import FixedPrice
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.writer.results import Executed, run_written
 from aflow_tune.writer.types import Level, Refusal, RefusalKind, Verdict, Written
@@ -36,8 +35,6 @@ CALL = """\
         return solution["response"], 0
 """
 PROMPTS = {"solve": "Mine.", "judge": "Harsh."}
-PRICE = FixedPrice(input=10_000, output=30_000)
-"""US dollars a million tokens: 10 and 5 of them cost 0.25."""
 DEFAULT = "```python\ndef solve():\n    return 99\n```"
 
 
@@ -60,22 +57,13 @@ def say(messages: Sequence[Any]) -> Reply:
 
 
 def execute(made: Verdict, model: Any = None, **given: Any) -> Executed:
-    executor = ScriptedModel(say, role="executor", price=PRICE) if model is None else model
+    executor = ScriptedModel(say, role="executor") if model is None else model
     given = {"limits": LIMITS, **given}
     return asyncio.run(run_written(made, "1+1?", executor=executor, **given))
 
 
 def levels(executed: Executed) -> list[int]:
     return [int(attempt.level) for attempt in executed.attempts]
-
-
-def test_a_clean_run_is_one_attempt() -> None:
-    model = ScriptedModel(say, role="executor", price=PRICE)
-    executed = execute(verdict(HEAD + CALL), model)
-    assert (executed.level, executed.run.answer, levels(executed)) == (Level.CLEAN, "plain", [0])
-    assert (executed.why, executed.run.calls, executed.run.cost) == ("", 1, 0.25)
-    assert model.asked[0].messages[0]["content"] == "Mine.\n\n1+1?"
-    assert executed.graph.label == "written"
 
 
 def test_a_constructor_that_fails_on_its_prompts_runs_with_plain_ones() -> None:

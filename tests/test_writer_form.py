@@ -129,8 +129,6 @@ def test_prompts_that_are_no_texts_are_refused_and_the_rest_kept() -> None:
     written, refusals = read_with_refusals(json.dumps({PROMPTS: given, CODE: PLAIN}))
     assert dict(written.prompts) == {"solve": "ok"}
     assert [refusal.kind for refusal in refusals] == [RefusalKind.PROMPT] * 2
-    assert "'pick' is an object" in refusals[0].message
-    assert "'review' is a number" in refusals[1].message
     for wrong in ([1], "x", True):
         written, refusals = read_with_refusals(json.dumps({PROMPTS: wrong, CODE: PLAIN}))
         assert written.code == PLAIN

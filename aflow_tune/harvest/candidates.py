@@ -69,29 +69,14 @@ def read_templates(folder: Path, where: str) -> list[Template]:
     for file in files:
         try:
             held = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-            shown = " ".join(str(error).split())[:200]
-            faults.append(Fault(str(file), "YAML in UTF-8", shown, "correct the file"))
-            continue
-        if not isinstance(held, Mapping):
-            cure = "write problem_types, prompts and graph_code"
-            faults.append(Fault(str(file), "an object", f"{held!r:.80}", cure))
-            continue
-        types = held.get("problem_types")
-        known = isinstance(types, list) and bool(types) and {*map(str, types)} <= {*PROBLEM_TYPES}
-        checks = {
-            "problem_types": (known, f"a list of {', '.join(PROBLEM_TYPES)}"),
-            "prompts": (_are_texts(held.get("prompts") or {}), "an object from instances to texts"),
-            "graph_code": (isinstance(held.get("graph_code"), str), "Python: `class Workflow`"),
-        }
-        wrong = [
-            Fault(f"{file}: {name}", expected, f"{held.get(name)!r:.80}", f"correct {name}")
-            for name, (holds, expected) in checks.items()
-            if not holds
-        ]
-        faults += wrong
-        if not wrong:
-            templates.append(Template.of(file.stem, held))
+            template = Template.of(file.stem, held)
+            if not (template.problem_types and _are_texts({**template.prompts, "": template.code})):
+                raise ValueError("no type, or something that is no text")
+            templates.append(template)
+        except (yaml.YAMLError, OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+            expected = f"problem_types (of {', '.join(PROBLEM_TYPES)}), prompts, graph_code in YAML"
+            shown = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            faults.append(Fault(str(file), expected, shown, "correct the file"))
     if faults:
         raise BadInput("The templates cannot be used.", faults)
     return templates

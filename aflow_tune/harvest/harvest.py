@@ -9,6 +9,7 @@ and is not done twice; what failed for a reason that may pass, such as a silent 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from aflow_tune.context import RolloutContext
 from aflow_tune.errors import AflowTuneError
@@ -35,10 +36,8 @@ from aflow_tune.writer.results import ExecutorFailed
 from aflow_tune.writer.types import Level
 from aflow_tune.writer.workflow import CALLER, WriterWorkflow
 
-EXAMPLES = 3
-"""Reasons of failed trials that are kept for the summary."""
-MAX_REASON, MAX_ANSWER = 300, 200
-"""Characters that a journal keeps."""
+MAX_REASON = 300
+"""Characters of a reason that a journal keeps."""
 
 
 class TrialEnding(StrEnum):
@@ -54,10 +53,8 @@ class TrialEnding(StrEnum):
 class Trial:
     """One graph on one problem, which is named by its key.
 
-    `text` is the graph in its canonical form, of a refused one the text as it came; `refusals`
-    are words of what was refused, each once. `score` (0 to 1) and `reward` (the five-part reward
-    of a clean rollout) are there for the ending SCORED; `usd` is None where a price is not known.
-    """
+    `text`: the graph in its canonical form, of a refused one as it came; `refusals`: kinds, each
+    once; `score` (0 to 1) and `reward`: of the ending SCORED; `usd`: None if a price is unknown."""
 
     problem: str
     text: str
@@ -67,11 +64,9 @@ class Trial:
     structure: str | None = None
     score: float | None = None
     reward: float | None = None
-    answer: str = ""
     model_calls: int = 0
     tokens: int = 0
     usd: float | None = 0.0
-    seconds: float = 0.0
 
     def __post_init__(self) -> None:  # fields as a file holds them become what they are
         object.__setattr__(self, "ending", TrialEnding(self.ending))
@@ -97,15 +92,12 @@ class Lesson:
         return self.question, str(self.number)
 
 
-E = TypeVar("E", Trial, Lesson)
+class Journal:
+    """Trials or lessons by key, in a file that grows. One process at a time."""
 
-
-class Journal(Generic[E]):
-    """The entries of one kind, by key, in a file that grows. One process at a time."""
-
-    def __init__(self, path: Path, kind: type[E]) -> None:
+    def __init__(self, path: Path, kind: type[Trial] | type[Lesson]) -> None:
         self.path = path
-        self.entries: dict[tuple[str, str], E] = {}
+        self.entries: dict[tuple[str, str], Any] = {}
         drop_torn_line(path)
         known = {item.name for item in fields(kind)}
         for line in path.read_bytes().splitlines() if path.exists() else ():
@@ -116,7 +108,7 @@ class Journal(Generic[E]):
             except (ValueError, TypeError, AttributeError):
                 continue  # damaged, or of another version: it is tried again
 
-    def add(self, entry: E) -> None:
+    def add(self, entry: Trial | Lesson) -> None:
         """Keep an entry, on disk first. Raises OSError if it could not be written."""
         append_line(self.path, as_line(asdict(entry)))
         self.entries[entry.key] = entry
@@ -140,23 +132,16 @@ class _Recited:
 
 @dataclass
 class Harvest:
-    """One harvest, by the prompt, operators, limits, executor and scoring of `workflow`.
-
-    Args:
-        problems: in the order in which their pairs are written.
-        candidates: of a problem, from templates and runs.
-        trials, lessons: of the very same settings, and of the same teacher.
-        seconds: that one trial may take, scoring included.
-        seed: of the teacher's samples, and of the choice between equals.
-        at_once: problems under way at the same time.
-    """
+    """One harvest, by the prompt, operators, limits, executor and scoring of `workflow`. `trials`
+    and `lessons`: of the same settings and teacher; `seconds`: that one trial may take, scoring
+    included; `at_once`: problems under way at the same time."""
 
     workflow: WriterWorkflow
     problems: Sequence[Problem]
     candidates: Callable[[Problem], Sequence[Candidate]]
     settings: HarvestSection
-    trials: Journal[Trial]
-    lessons: Journal[Lesson]
+    trials: Journal
+    lessons: Journal
     auxiliary: dict[str, Any]
     rewards: RewardsSection
     teacher: ModelClient | None
@@ -171,11 +156,8 @@ class Harvest:
         self._unanswered: Counter[str] = Counter()
 
     async def run(self, advance: Callable[[], None]) -> None:
-        """Try every candidate on its problem; `advance` is called after each problem.
-
-        Raises:
-            BudgetReached: a limit was reached. What was tried by then is kept.
-        """
+        """Try every candidate on its problem; `advance` is called after each problem. Raises
+        BudgetReached: a limit was reached; what was tried by then is kept."""
         slots = asyncio.Semaphore(self.at_once)
 
         async def one(problem: Problem) -> None:
@@ -196,16 +178,20 @@ class Harvest:
 
     def result(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The rows for supervised training, and what became of all candidates."""
-        order = {problem.key: number for number, problem in enumerate(self.problems)}
+        problems = {problem.key: problem for problem in self.problems}
+        order = {key: number for number, key in enumerate(problems)}
         trials = sorted(self._found.values(), key=lambda trial: order[trial.problem])
         least = self.settings.min_score
         solved = [trial for trial in trials if trial.score is not None and trial.score >= least]
-        shares = {"per_problem": self.settings.per_problem, "seed": self.seed}
-        most = self.settings.per_structure
-        pairs, dropped, share = choose(solved, per_structure=most, **shares)
+        pairs, dropped, share = choose(
+            solved,
+            per_problem=self.settings.per_problem,
+            per_structure=self.settings.per_structure,
+            seed=self.seed,
+        )
         rows = []
         for pair in pairs:
-            problem, candidate = self.problems[order[pair.problem]], self._tried[pair.key]
+            problem, candidate = problems[pair.problem], self._tried[pair.key]
             answer = {"role": "assistant", "content": pair.text}
             row = {
                 "messages": [*self._messages(problem), answer],
@@ -233,7 +219,10 @@ class Harvest:
         return self.workflow.messages(*asked, answer_form=form)
 
     async def _try(self, problem: Problem, candidate: Candidate) -> None:
-        text = canonical(candidate.text)
+        text = candidate.text
+        with contextlib.suppress(Unreadable):  # in the form that its pair will have
+            written = read_written(text)
+            text = as_text(written.prompts, written.code)
         key = problem.key, text_key(text)
         if key in self._tried:
             return  # another source had the same
@@ -319,11 +308,9 @@ class Harvest:
             structure=kept.get("structure"),
             score=float(kept["score"]) if scored else None,
             reward=reward if scored else None,
-            answer=str(kept.get("answer") or "")[:MAX_ANSWER],
             model_calls=int(kept.get("calls") or 0),
             tokens=int(kept.get("tokens") or 0),
             usd=kept.get("usd", 0.0),
-            seconds=float(kept.get("seconds") or 0.0),
         )
 
     def _counts(self, trials: Sequence[Trial], solved: Sequence[Trial]) -> dict[str, Any]:
@@ -338,7 +325,7 @@ class Harvest:
             "refused": endings[TrialEnding.REFUSED],
             "refused_by_kind": dict(Counter(kind for trial in trials for kind in trial.refusals)),
             "failed": len(failed),
-            "failed_examples": list(dict.fromkeys(failed))[:EXAMPLES],
+            "failed_examples": list(dict.fromkeys(failed))[:3],
             "unscored": endings[TrialEnding.UNSCORED],
             "wrong": endings[TrialEnding.SCORED] - len(solved),
             "solved": len(solved),
@@ -359,17 +346,9 @@ def choose(
     their problems, how many the cap dropped, and the share in force.
 
     Of each problem the highest reward wins, that is the cheapest and simplest graph. So that the
-    policy does not learn to recite one graph, a cap on each structure's share moves problems to
-    another graph that solved them too, at the least loss of reward; what is still too much is
-    dropped, the lowest rewards first.
-
-    Args:
-        solved: in the order of the problems.
-        per_problem: most pairs of one problem, each of another structure.
-        per_structure: most of one structure among all pairs, as a share above 0; at least equal
-            shares for all structures.
-        seed: decides between equal rewards.
-    """
+    policy does not learn to recite one graph, no structure has more than the share `per_structure`
+    of all pairs, or an equal share: problems move to another graph that solved them too, at the
+    least loss of reward, and what is still too much is dropped, the lowest rewards first."""
     order = {problem: at for at, problem in enumerate(dict.fromkeys(s.problem for s in solved))}
     # By problem, the best graph of each structure, best structure first.
     best: dict[str, dict[str, Trial]] = defaultdict(dict)
@@ -419,12 +398,12 @@ def _trim(kept: dict[str, list[Trial]], share: float, seed: int) -> int:
     for wider in range(2, max(counts) + 1):
         if wider <= share * sum(min(count, wider) for count in counts) + 1e-9:
             most = wider
-    surplus = [
-        sorted(items, key=lambda item: _rank(item, seed))[most:] for items in by_structure.values()
-    ]
-    for item in [item for items in surplus for item in items]:
-        kept[item.problem].remove(item)
-    return sum(map(len, surplus))
+    dropped = 0
+    for items in by_structure.values():
+        for item in sorted(items, key=lambda item: _rank(item, seed))[most:]:
+            kept[item.problem].remove(item)
+            dropped += 1
+    return dropped
 
 
 def _rank(item: Trial, seed: int) -> tuple[float, bytes]:
@@ -441,15 +420,6 @@ def text_key(text: str) -> str:
 def question_key(messages: Sequence[Mapping[str, Any]]) -> str:
     """Short name of what a teacher is asked."""
     return text_key(json.dumps([dict(message) for message in messages], sort_keys=True))
-
-
-def canonical(text: str) -> str:
-    """A graph in the hybrid form, as its pair will hold it; what is no graph stays as it is."""
-    try:
-        written = read_written(text)
-    except Unreadable:
-        return text
-    return as_text(written.prompts, written.code)
 
 
 def _spent(entries: Sequence[Trial] | Sequence[Lesson]) -> dict[str, Any]:

@@ -237,7 +237,7 @@ async def _rows(config: AflowConfig) -> list[dict[str, Any]]:
 
 def _journals(
     config: AflowConfig, folder: Path, workflow: WriterWorkflow, roles: set[str]
-) -> tuple[Journal[Trial], Journal[Lesson]]:
+) -> tuple[Journal, Journal]:
     """What was tried with the very same settings, and what the same teacher answered."""
     decides = {
         "writer": asdict(config.writer),

@@ -14,10 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for on the command line. `trials` None: all of a grid, else 20.
-
-    `sampler`: tpe, random or grid. `prune`: none, median or halving. `objective`: best or last.
-    """
+    """What was asked for on the command line. `trials` None: all of a grid, else 20."""
 
     config: Path
     space: Sequence[str]

@@ -42,11 +42,9 @@ from aflow_tune.files import write_json
 from aflow_tune.sections import canonical, display
 from aflow_tune.sweeps import Request
 
-MOST_COMBINATIONS = 10_000
-"""Of a grid. More would not be tried anyway, and a list of all of them is kept."""
+MOST_COMBINATIONS = 10_000  # of a grid: a list of all of them is kept
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"((?:log:|int:)*)({_NUMBER})\.\.({_NUMBER})")
-_LIKE_A_RANGE = re.compile(rf"(log:|int:).*|{_NUMBER}(\.\.{_NUMBER})+")
 _KEY = re.compile(r"[A-Za-z_][\w\-]*(?:[.\[][\w\-.\[\]]*)?")
 _EXAMPLE = "--space algorithm.optimizer.lr=log:1e-6..1e-4 --space algorithm.repeat_times=4,8"
 _TITLE = "The space of the sweep cannot be read."
@@ -91,8 +89,7 @@ class Axis:
         if self.choices:
             return ",".join(self.choices)
         whole = isinstance(self.distribution, IntDistribution)
-        kinds = ("log:" if self.log else "") + ("int:" if whole else "")
-        return kinds + "..".join(self.probes)
+        return "log:" * self.log + "int:" * whole + "..".join(self.probes)
 
 
 def settings_of(values: Mapping[str, str]) -> list[str]:
@@ -100,57 +97,44 @@ def settings_of(values: Mapping[str, str]) -> list[str]:
 
 
 def grid(axes: Sequence[Axis], seed: int) -> list[dict[str, str]]:
-    """All combinations in the order in which they are tried: shuffled, so that a part of them is
-    spread over the whole grid.
-
-    Raises:
-        BadInput: a range that cannot be counted, or more than `MOST_COMBINATIONS`.
-    """
-    values = [axis.values for axis in axes]
-    count = math.prod(len(of) for of in values if of is not None)
-    faults = []
-    for axis in (axis for axis in axes if axis.values is None):
-        expected = "values that can be counted, for --sampler grid"
-        cure = f"list them: {axis.key}={','.join(axis.probes)}, or --sampler tpe"
-        faults.append(Fault(axis.where, expected, "a range of numbers", cure))
-    if not faults and count > MOST_COMBINATIONS:
+    """All combinations, in an order shuffled by `seed`. Raises BadInput: there are more than
+    `MOST_COMBINATIONS`, or a range that cannot be counted."""
+    title = "There is no grid of this space."
+    for axis in axes:
+        if axis.values is None:
+            expected = "values that can be counted, for --sampler grid"
+            cure = f"list them: {axis.key}={','.join(axis.probes)}, or --sampler tpe"
+            raise BadInput.of(title, axis.where, expected, "a range of numbers", cure)
+    values = [axis.values or () for axis in axes]
+    if (count := math.prod(map(len, values))) > MOST_COMBINATIONS:
         expected = f"at most {MOST_COMBINATIONS} combinations"
-        faults.append(Fault("--sampler grid", expected, str(count), "--sampler tpe or random"))
-    if faults:
-        raise BadInput("There is no grid of this space.", faults)
+        raise BadInput.of(title, "--sampler grid", expected, str(count), "--sampler tpe or random")
     found = [
         {axis.key: axis.text(value) for axis, value in zip(axes, combination, strict=True)}
-        for combination in itertools.product(*(of or () for of in values))
+        for combination in itertools.product(*values)
     ]
     random.Random(seed).shuffle(found)
     return found
 
 
 def parse_space(items: Sequence[str]) -> tuple[Axis, ...]:
-    """The axes that `--space` names, in their order.
-
-    Raises:
-        BadInput: with every item that cannot be read, and every key that is named twice.
-    """
+    """The axes that `--space` names. Raises BadInput: with every item that cannot be read."""
     axes: dict[str, Axis] = {}
     faults: list[Fault] = []
     for item in items:
-        key, equals, text = item.partition("=")
         where = f"--space {item}"
         try:
-            lines = [(key.strip(), where, text)] if equals else [*_of_file(Path(item), where)]
+            for key, place, said in _lines(item, where):
+                try:
+                    axis = _axis(key, place, said)
+                except BadInput as error:
+                    faults += error.faults
+                    continue
+                if (first := axes.setdefault(canonical(axis.key), axis)) is not axis:
+                    cure = "put all its values into one of them"
+                    faults.append(Fault(place, "every key once", f"also {first.where}", cure))
         except BadInput as error:
             faults += error.faults
-            continue
-        for name, place, said in lines:
-            try:
-                axis = _axis(name, place, said)
-            except BadInput as error:
-                faults += error.faults
-                continue
-            if (first := axes.setdefault(canonical(axis.key), axis)) is not axis:
-                cure = "put all its values into one of them"
-                faults.append(Fault(place, "every key once", f"also {first.where}", cure))
     if not axes and not faults:
         faults.append(Fault("--space", "what to try", "nothing", _EXAMPLE))
     if faults:
@@ -158,26 +142,27 @@ def parse_space(items: Sequence[str]) -> tuple[Axis, ...]:
     return tuple(axes.values())
 
 
-def _of_file(path: Path, where: str) -> Iterator[tuple[str, str, str | list[str]]]:
-    """(key, where, a range or the texts of a list) of each line of a YAML file."""
+def _lines(item: str, where: str) -> Iterator[tuple[str, str, str | list[str]]]:
+    """(key, where, a range or the texts of a list): of `key=what`, or of each line of a file."""
+    key, equals, text = item.partition("=")
+    if equals:
+        yield key.strip(), where, text
+        return
     expected = "key=values, or a YAML file with `key: [values]` lines"
-    if path.suffix not in (".yaml", ".yml"):
-        raise _unreadable(where, expected, str(path), _EXAMPLE)
+    path = Path(item)
     try:
         source = path.read_text(encoding="utf-8-sig")
         node = yaml.compose(source, Loader=yaml.SafeLoader)
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise _unreadable(where, expected, str(error).splitlines()[0], "check the file") from None
+        raise _unreadable(where, expected, str(error).splitlines()[0]) from None
     if not isinstance(node, yaml.MappingNode):
-        raise _unreadable(where, expected, "something else", _EXAMPLE)
-    for key, value in node.value:
-        place = f"{path}:{key.start_mark.line + 1}: {key.value}"
-        if isinstance(value, yaml.ScalarNode):
-            yield str(key.value), place, str(value.value)
-        elif isinstance(value, yaml.SequenceNode):
-            yield str(key.value), place, _as_written(source, value)
-        else:
-            yield str(key.value), place, []
+        raise _unreadable(where, expected, "something else")
+    for name, value in node.value:
+        place = f"{path}:{name.start_mark.line + 1}: {name.value}"
+        said: str | list[str] = str(value.value) if isinstance(value, yaml.ScalarNode) else []
+        if isinstance(value, yaml.SequenceNode):
+            said = _as_written(source, value)
+        yield str(name.value), place, said
 
 
 def _as_written(source: str, node: yaml.Node) -> list[str]:
@@ -186,7 +171,7 @@ def _as_written(source: str, node: yaml.Node) -> list[str]:
 
 def _axis(key: str, where: str, said: str | list[str]) -> Axis:
     if not _KEY.fullmatch(key):
-        raise _unreadable(where, "key=values", f"the key {key!r}", _EXAMPLE)
+        raise _unreadable(where, "key=values", f"the key {key!r}")
     key = display(canonical(key))
     if isinstance(said, str):
         text = said.strip()
@@ -200,50 +185,37 @@ def _axis(key: str, where: str, said: str | list[str]) -> Axis:
                     else FloatDistribution(float(low), float(high), log=log)
                 )
                 if drawn.single():
-                    raise ValueError("one value only: give it as a setting")
+                    raise ValueError("one value only")
             except ValueError as error:
                 expected = "LOW..HIGH with LOW below HIGH, above 0 for log:, whole for int:"
-                raise _unreadable(where, expected, f"{text}: {error}", _EXAMPLE) from None
+                raise _unreadable(where, expected, f"{text}: {error}") from None
             return Axis(key, where, drawn)
-        if _LIKE_A_RANGE.fullmatch(text):
-            raise _unreadable(where, "a range such as log:1e-6..1e-4 or int:2..16", text, _EXAMPLE)
         # The parts between commas; commas in quotes and brackets do not count.
         source = f"[{text}]"
         try:
             said = _as_written(source, yaml.compose(source, Loader=yaml.SafeLoader))
         except yaml.YAMLError as error:
-            problem = getattr(error, "problem", None) or str(error)
-            raise _unreadable(where, "values in YAML", problem, "quote the values") from None
-    if len(said) < 2:
-        cure = f"give a fixed value as a setting: {key}={said[0] if said else '...'}"
-        expected = "two values or more, or a range LOW..HIGH, for a key that is written whole"
-        raise _unreadable(where, expected, ", ".join(said) or "none", cure)
-    values = [float(choice) if re.fullmatch(_NUMBER, choice) else choice for choice in said]
-    if len(set(values)) < len(values):
-        raise _unreadable(where, "every value once", ", ".join(said), "remove what is there twice")
+            raise _unreadable(where, "values in YAML", " ".join(str(error).split())) from None
+    values = {float(one) if re.fullmatch(_NUMBER, one) else one for one in said}
+    if len(said) < 2 or len(values) < len(said):
+        expected = "two values or more, each once, or a range such as log:1e-6..1e-4 or int:2..16"
+        raise _unreadable(where, expected, ", ".join(said) or "none")
     return Axis(key, where, CategoricalDistribution(tuple(said)))
 
 
-def _unreadable(where: str, expected: str, found: str, cure: str) -> BadInput:
-    return BadInput.of(_TITLE, where, expected, found, cure)
+def _unreadable(where: str, expected: str, found: str) -> BadInput:
+    return BadInput.of(_TITLE, where, expected, found, _EXAMPLE)
 
-
-# -- the plan ------------------------------------------------------------------------------
 
 STUDY_FILE = "study.sqlite"
 SETTINGS_FILE = "settings.json"
 ENDING = "-sweep"
 DEFAULT_TRIALS = 20
-MOST_CHECKED = 64
-"""Combinations of a grid that are all checked beforehand; of a larger one each when it begins."""
-_OWN_KEYS = {
-    "project": "it names the sweep's folder",
-    "group": "it names the sweep's folder",
-    "name": "every trial gets its own",
-    "checkpoint_root_dir": "it names the sweep's folder",
-    "continue_from_checkpoint": "trials are resumed",
-    "stages": "name a setting in a stage: stages[0].algorithm.optimizer.lr",
-}
+MOST_CHECKED = 64  # combinations of a grid, beforehand; of a larger one each when it begins
+_OWN_KEYS = frozenset(
+    ("project", "group", "name", "checkpoint_root_dir", "continue_from_checkpoint", "stages")
+)
+"""Where a sweep and its trials lie, and how they go on."""
 _DECIDE_HERE = (
     "budget.",
     "buffer.total_epochs",
@@ -293,23 +265,16 @@ class Plan:
 
 
 def make_plan(request: Request, say: Callable[[str], None] = print) -> Plan:
-    """Check everything that can be checked; starts nothing.
-
-    Raises:
-        BadInput: with every fault of the space, the configuration, or both together.
-    """
+    """Check everything that can be checked; starts nothing. Raises BadInput: with every fault."""
     axes = parse_space(request.space)
     set_beside = [setting.partition("=")[0].strip() for setting in request.overrides]
     set_beside += ["seed"] if request.seeds else []
     faults = []
     for axis in axes:
         key = canonical(axis.key)
-        if key in _OWN_KEYS:
-            expected = "a key that decides what is learned"
-            faults.append(Fault(axis.where, expected, f"{key}: {_OWN_KEYS[key]}", "leave it out"))
-        elif key in map(canonical, set_beside):
-            expected = "a key that is not set beside it, or by --seeds"
-            faults.append(Fault(axis.where, expected, "both", "leave one of them out"))
+        if key in _OWN_KEYS or key in map(canonical, set_beside):
+            expected = "a key that decides what is learned, and is not set beside it or by --seeds"
+            faults.append(Fault(axis.where, expected, key, "leave it out"))
     trials, combinations = request.trials or DEFAULT_TRIALS, []
     if request.sampler == "grid":
         combinations = grid(axes, request.seed)[: request.trials]
@@ -335,34 +300,18 @@ def make_plan(request: Request, say: Callable[[str], None] = print) -> Plan:
     folder = folder.with_name(f"{folder.name}{ENDING}")
     first_report = max(1, int(report.config.explorer.eval_interval or 1))
     if config.quick_eval and request.objective == "best":
-        say(
-            "warning: with `quick_eval` the last evaluation uses all held-out tasks and others a "
-            "sample: --objective last compares trials on the same tasks"
-        )
+        say("warning: with `quick_eval` only --objective last compares trials on the same tasks")
     return Plan(request, config, axes, trials, folder, first_report)
 
 
 def check_same(plan: Plan) -> None:
-    """Keep the sweep's settings in its folder, or compare with those of an earlier command that
-    made its study.
-
-    Raises:
-        BadInput: with every setting that differs.
-    """
+    """Keep the sweep's settings in its folder, or compare with those that its study was made with.
+    Raises BadInput: with every setting that differs."""
     now, path = _decisive(plan), plan.folder / SETTINGS_FILE
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(before, dict):
-            raise ValueError("no object")
-    except FileNotFoundError:
-        before = None
-    except ValueError as error:
-        title, expected = "The settings of this sweep cannot be read.", "settings in JSON"
-        cure = "start again under another `name=`"
-        raise BadInput.of(title, str(path), expected, str(error), cure) from None
-    if before is None or not (plan.folder / STUDY_FILE).exists():
+    if not path.exists() or not (plan.folder / STUDY_FILE).exists():
         write_json(path, now)
         return
+    before = json.loads(path.read_text(encoding="utf-8"))
     faults = [
         Fault(
             key,
@@ -378,11 +327,8 @@ def check_same(plan: Plan) -> None:
 
 
 def _decisive(plan: Plan) -> dict[str, Any]:
-    """What two commands of one sweep must have in common, as plain JSON values.
-
-    Of the configuration it is every setting that decides what is learned and how it is scored,
-    without the swept keys; of the command line all but how long, how many and how many at once.
-    """
+    """What two commands of one sweep must have in common: every setting but the swept ones that
+    decides what is learned and how it is scored, and what of the command line does."""
     request = plan.request
     swept = {canonical(axis.key) for axis in plan.axes}
     return {
@@ -416,14 +362,11 @@ def _refused_values(
     for axis in axes:
         for text in axis.probes:
             for fault in refused({axis.key: text}):
-                where, ends, cure = f"{axis.where}: with {axis.key}={text}", axis.distribution, ""
+                where = f"{axis.where}: with {axis.key}={text}"
                 if not fault.where.startswith("command line: "):
                     where += f": {fault.where}"
-                if isinstance(ends, FloatDistribution) and ends.low % 1 == ends.high % 1 == 0:
-                    cure = f"{axis.key}=int:{ends.low:g}..{ends.high:g} for whole numbers, or: "
                 told = (axis.key, fault.expected, fault.found, fault.cure)
-                found = replace(fault, where=where, cure=cure + fault.cure)
-                faults.setdefault(told, found)
+                faults.setdefault(told, replace(fault, where=where))
     if faults or len(axes) < 2 or not 0 < len(combinations) <= MOST_CHECKED:
         return [*faults.values()]
     say(f"checking {len(combinations)} combinations")

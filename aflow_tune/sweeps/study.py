@@ -1,12 +1,9 @@
 """Optuna's side of a sweep: what is tried next, what is pruned, and the record in SQLite.
 
 The study asks and is told; nothing runs inside of Optuna. A trial that is RUNNING in the study has
-not ended: its command goes on with it, or the next command does. The score is maximised.
-
-Samplers are made anew for every trial from the sweep's seed and the trial's number: one that was
-made once would begin its random numbers again after a resume, and draw the same settings twice.
-A grid's combinations are added as trials that run: Optuna's `GridSampler` stops `optimize`, which
-is not used here.
+not ended: this or the next command goes on with it. The score is maximised. Samplers are made anew
+for every trial from the sweep's seed and the trial's number, so that a resumed sweep does not draw
+the same settings twice; a grid's combinations are added as trials.
 """
 
 from __future__ import annotations
@@ -14,25 +11,15 @@ from __future__ import annotations
 import random
 import sqlite3
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import optuna
-from optuna.exceptions import ExperimentalWarning, StorageInternalError
-from optuna.trial import FrozenTrial, TrialState, create_trial
-from sqlalchemy.exc import SQLAlchemyError
+from optuna.exceptions import ExperimentalWarning
+from optuna.trial import TrialState, create_trial
 
-from aflow_tune.errors import RunFailed
 from aflow_tune.sweeps.plan import STUDY_FILE, Plan, grid
 
-_NAME = "sweep"
-_WAIT_SECONDS = 60
-_MEDIAN_AFTER = 3
-"""Trials that must be complete before the median of so few says anything."""
-_MOST_RANDOM = 10
-"""TPE draws as many at random before it models anything; fewer where there are few trials."""
 _STATES = {
     TrialState.RUNNING: "running",
     TrialState.COMPLETE: "complete",
@@ -68,17 +55,17 @@ class SweepStudy:
         # In place of an address, in which some characters of a path would mean something else.
         engine = {
             "creator": lambda: sqlite3.connect(
-                plan.folder / STUDY_FILE, timeout=_WAIT_SECONDS, check_same_thread=False
+                plan.folder / STUDY_FILE, timeout=60, check_same_thread=False
             )
         }
         pruners = {
             "none": optuna.pruners.NopPruner(),
-            "median": optuna.pruners.MedianPruner(n_startup_trials=_MEDIAN_AFTER),
+            "median": optuna.pruners.MedianPruner(n_startup_trials=3),
             "halving": optuna.pruners.SuccessiveHalvingPruner(plan.first_report, 2),
         }
         self._storage = optuna.storages.RDBStorage("sqlite:///study", engine_kwargs=engine)
         self._study = optuna.create_study(
-            study_name=_NAME,
+            study_name="sweep",
             storage=self._storage,
             direction="maximize",
             pruner=pruners[request.prune],
@@ -91,7 +78,19 @@ class SweepStudy:
 
     def records(self) -> list[TrialRecord]:
         """All trials that were begun, by number."""
-        return [self._record(trial) for trial in self._begun()]
+        return [
+            TrialRecord(
+                trial.number,
+                _STATES[trial.state],
+                {key: axis.text(trial.params[key]) for key, axis in self._axes.items()},
+                trial.value,
+                dict(sorted(trial.intermediate_values.items())),
+                dict(trial.user_attrs),
+            )
+            for trial in self._study.get_trials(deepcopy=False)
+            # A kill between two writes leaves one without all of its settings: it never began.
+            if self._axes.keys() <= trial.params.keys()
+        ]
 
     def next(self) -> TrialRecord | None:
         """Begin a trial: its number and settings; None where a grid has no more."""
@@ -127,21 +126,6 @@ class SweepStudy:
         state = TrialState.PRUNED if pruned else TrialState.FAIL
         self._study.tell(number, value, None if value is not None else state)
 
-    def _begun(self) -> list[FrozenTrial]:
-        # A kill between two writes leaves one without all of its settings: it never began.
-        trials = self._study.get_trials(deepcopy=False)
-        return [trial for trial in trials if self._axes.keys() <= trial.params.keys()]
-
-    def _record(self, trial: FrozenTrial) -> TrialRecord:
-        return TrialRecord(
-            trial.number,
-            _STATES[trial.state],
-            {key: axis.text(trial.params[key]) for key, axis in self._axes.items()},
-            trial.value,
-            dict(sorted(trial.intermediate_values.items())),
-            dict(trial.user_attrs),
-        )
-
     def _trial(self, number: int) -> optuna.Trial:
         trials = self._study.get_trials(deepcopy=False)
         return optuna.Trial(self._study, trials[number]._trial_id)
@@ -151,30 +135,7 @@ class SweepStudy:
         seed = random.Random(f"{request.seed} {number}").getrandbits(32)
         if request.sampler != "tpe":  # of a grid nothing is drawn
             return optuna.samplers.RandomSampler(seed=seed)
-        startup = min(_MOST_RANDOM, max(2, self._plan.trials // 3))
+        startup = min(10, max(2, self._plan.trials // 3))  # drawn at random
         return optuna.samplers.TPESampler(
             seed=seed, n_startup_trials=startup, constant_liar=request.parallel > 1
         )
-
-
-@contextmanager
-def opened(plan: Plan) -> Iterator[SweepStudy]:
-    """The study for the block.
-
-    Raises:
-        RunFailed: it cannot be read or written, such as on a full disk.
-    """
-    study = None
-    try:
-        study = SweepStudy(plan)
-        yield study
-    except (StorageInternalError, SQLAlchemyError, sqlite3.Error) as error:
-        cause = error.__cause__ or error
-        said = str(getattr(cause, "orig", None) or cause).splitlines()[0]
-        raise RunFailed(
-            f"the record of the sweep, {plan.folder / STUDY_FILE}, cannot be read or written: "
-            f"{said}. The runs are whole; the same command goes on once it can."
-        ) from error
-    finally:
-        if study is not None:
-            study.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -35,14 +36,11 @@ from aflow_tune.runs.listing import describe
 from aflow_tune.runs.process import RunProcess, last_words, own_program
 from aflow_tune.sweeps import Request
 from aflow_tune.sweeps.plan import Plan, check_same, make_plan, settings_of
-from aflow_tune.sweeps.study import SweepStudy, TrialRecord, opened
-from aflow_tune.sweeps.table import write
+from aflow_tune.sweeps.study import SweepStudy, TrialRecord
+from aflow_tune.sweeps.table import JSON_FILE, PAGE_FILE, write
 
 POLL_SECONDS = 0.5
-FIRST_FAILURES = 3
-"""So many trials failing before any came to its end mean that it is not the settings."""
-_LAST_SECONDS = 10.0
-"""How long runs have to end after they were told to stop at once."""
+FIRST_FAILURES = 3  # so many trials failing first mean that it is not the settings
 _MAX_REASON = 600
 _WELL = (ExitCode.DONE, ExitCode.ALREADY_FINISHED, ExitCode.BUDGET)
 """A run that reached a limit of its `budget` counts with what it came to within it."""
@@ -80,15 +78,13 @@ def run_sweep(
     """Run, or go on with, the sweep that is asked for.
 
     Args:
-        ray: the address of the Ray that runs are started through, in place of the
-            configuration's, or `none`: processes of this machine.
+        ray: the Ray that runs are started through, in place of the configuration's; `none`: this
+            machine.
         stop: asked twice a second whether to save and stop.
-        say: told in words what is going on.
 
     Raises:
         BadInput: it was refused; nothing was started.
-        Interrupted: asked to stop, or runs were killed; the same command goes on.
-        BudgetReached: `--timeout` is over; the same command goes on.
+        Interrupted, BudgetReached: stopped, or `--timeout` is over; the same command goes on.
         RunFailed: the first three trials failed, or none has a score.
         AlreadyFinished: there was nothing left to do.
     """
@@ -114,20 +110,21 @@ def carry_out(
     it stands is written and said first. Raises as `run_sweep`."""
     check_same(plan)
     say(f"sweep folder: {plan.folder}")
-    with opened(plan) as study:
+    with contextlib.closing(SweepStudy(plan)) as study:
         try:
             Sweep(plan, study, start, stop, say).run()
         except BaseException:
             with contextlib.suppress(Exception):  # what ended it matters more
                 say(f"\n{write(plan, study.records())[0]}\n")
             raise
-        return Ended(*write(plan, study.records(), at_the_end=True))
+        text, content = write(plan, study.records())
+        return Ended(f"{text}\n\n{plan.folder / PAGE_FILE} and {JSON_FILE} beside it", content)
 
 
 @dataclass(eq=False)
 class Run:
-    """One run of a trial. `code` is None until it has ended; `asked`: it was told to stop.
-    `scores`: by step, as last read when its metrics were as `seen`."""
+    """One run of a trial. `code`: its exit code, None until it has ended. `asked`: it was told to
+    stop. `scores`: by step, as read when its metrics had `size` bytes."""
 
     folder: Path
     arguments: list[str]
@@ -136,22 +133,17 @@ class Run:
     code: int | None = None
     asked: bool = False
     started: float = 0.0
-    seen: tuple[int, int] = (0, 0)
+    size: int = 0
     scores: dict[int, float] = field(default_factory=dict)
 
-    @property
-    def going(self) -> bool:
-        return self.process is not None and self.code is None
-
     def ask(self) -> None:
-        """Ask it to save and stop; a second time: to stop at once."""
-        if self.process is not None and self.going:
+        """Ask it to save and stop."""
+        if self.process is not None and self.code is None and not self.asked:
             self.asked = True
             self.process.stop()
 
     def failure(self) -> str | None:
-        """Why it failed by itself: in its own words, or the last that it printed; None if it did
-        not, or was killed by a signal."""
+        """Why it failed by itself; None if it did not, or was killed by a signal."""
         well = self.code is None or self.code < 0 or self.code in (*_WELL, ExitCode.INTERRUPTED)
         if well or self.asked:
             return None
@@ -183,12 +175,9 @@ class Trial:
     def ending(self) -> bool:
         return self.pruned or self.failed is not None
 
-    @property
-    def over(self) -> bool:
-        """Whether nothing of it is going on, and nothing more will be begun."""
-        if any(run.going for run in self.runs):
-            return False
-        return self.ending or all(run.code is not None for run in self.runs)
+    def ask(self) -> None:
+        for run in self.runs:
+            run.ask()
 
 
 class Sweep:
@@ -207,7 +196,6 @@ class Sweep:
         self.trials: list[Trial] = []
         self.endings: list[str | None] = []
         self.left: list[int] = []
-        self._given_up = False
 
     def run(self) -> None:
         """Run until every trial has ended. Raises as `run_sweep`, but for BadInput."""
@@ -254,8 +242,6 @@ class Sweep:
         if not any(record.state in ("complete", "pruned") for record in self.study.records()):
             raise RunFailed(f"no trial has a score. {self._reasons()}")
 
-    # -- what is begun ---------------------------------------------------------------------
-
     def _fill(self, begun: int) -> int:
         """Start runs while there is room; how many trials were begun."""
         new = 0
@@ -271,11 +257,12 @@ class Sweep:
                 break
             new += 1
             self.say(f"trial {record.number}: {' '.join(settings_of(record.values))}")
+            trial = self._trial(record)
             refused = self.plan.refusal(record.number, record.values)
             if refused is None:
-                self.trials.append(self._trial(record))
+                self.trials.append(trial)
             else:
-                self._fail(record.number, str(refused), 0.0)
+                self._fail(trial, str(refused))
         return new
 
     def _trial(self, record: TrialRecord) -> Trial:
@@ -295,28 +282,23 @@ class Sweep:
         seconds, pruned = float(notes.get("seconds", 0.0)), bool(notes.get("pruned"))
         return Trial(record.number, runs, set(record.reported), seconds, pruned)
 
-    # -- what has become of it -------------------------------------------------------------
-
     def _going(self) -> list[Run]:
-        return [run for trial in self.trials for run in trial.runs if run.going]
+        runs = [run for trial in self.trials for run in trial.runs]
+        return [run for run in runs if run.process is not None and run.code is None]
 
-    def _poll(self) -> None:
-        for trial in self.trials:
+    def _look(self) -> None:
+        for trial in list(self.trials):
             for run in trial.runs:
                 if run.process is not None and run.code is None:
                     run.code = run.process.poll()
                     trial.seconds += 0.0 if run.code is None else time.monotonic() - run.started
-
-    def _look(self) -> None:
-        self._poll()
-        for trial in list(self.trials):
             self._report(trial)
             if not trial.ending:
                 trial.failed = next(filter(None, (run.failure() for run in trial.runs)), None)
-                if trial.failed is not None:
-                    for run in trial.runs:
-                        run.ask()
-            if trial.over:
+            if trial.ending:
+                trial.ask()
+            begun = [run for run in trial.runs if run.process is not None or not trial.ending]
+            if all(run.code is not None for run in begun):
                 self.trials.remove(trial)
                 self._settle(trial)
 
@@ -326,10 +308,9 @@ class Sweep:
             return
         for run in trial.runs:
             with contextlib.suppress(OSError):
-                status = (run.folder / FILE_NAME).stat()
-                seen = (status.st_size, status.st_mtime_ns)
-                if seen != run.seen:
-                    run.seen, run.scores = seen, reports(run.folder)
+                size = (run.folder / FILE_NAME).stat().st_size
+                if size != run.size:
+                    run.size, run.scores = size, reports(run.folder)
         common = set.intersection(*(set(run.scores) for run in trial.runs))
         for step in sorted(common - trial.reported):
             score = mean([run.scores[step] for run in trial.runs])
@@ -340,22 +321,42 @@ class Sweep:
                 self.say(f"trial {trial.number}: pruned")
                 self.study.note(trial.number, pruned=True)  # a killed command has decided it too
                 trial.pruned = True
-                for run in trial.runs:
-                    run.ask()
                 return
 
     def _settle(self, trial: Trial) -> None:
-        """Tell the study how a trial ended, and write the table."""
+        """Tell the study how a trial ended, and write the table. Its score is the mean over its
+        runs, the interval Student's t over them, or of one run that over held-out tasks."""
+        found, scores = [], []
+        try:
+            if trial.failed is None and all(run.code in _WELL for run in trial.runs):
+                found = [outcome(run.folder, self.plan.request.objective) for run in trial.runs]
+                scores = [one[0] for one in found if one is not None]
+                if len(scores) < len(found):
+                    trial.failed = "it holds no held-out evaluation with a score"
+        except (OSError, ValueError) as error:  # BadInput is a ValueError
+            trial.failed = f"its records cannot be read: {error}"
         if trial.failed is not None:
-            self._fail(trial.number, trial.failed, trial.seconds)
+            self._fail(trial, trial.failed)
             return
         infos = [describe(run.folder) for run in trial.runs if run.folder.is_dir()]
         known = [info.usd for info in infos if info.usd is not None]
         about = bool(known) and (len(known) < len(infos) or any(info.about for info in infos))
         usd = sum(known) if known else None
         self.study.note(trial.number, seconds=trial.seconds, usd=usd, about=about)
-        if all(run.code in _WELL for run in trial.runs):
-            self._score(trial)
+        if scores:
+            one = found[0] if len(found) == 1 else None
+            interval = mean_interval(scores) if one is None else one[2]
+            self.study.note(
+                trial.number,
+                step=one and one[1],
+                low=interval and interval.low,
+                high=interval and interval.high,
+                by_seed=scores,
+                budget=any(run.code == ExitCode.BUDGET for run in trial.runs),
+            )
+            self.study.end(trial.number, mean(scores))
+            self.endings.append(None)
+            self.say(f"trial {trial.number}: score {mean(scores):.3f} ({trial.seconds:.0f} s)")
         elif trial.pruned:
             self.study.end(trial.number, pruned=True)
             self.endings.append(None)
@@ -365,42 +366,12 @@ class Sweep:
             self.say(f"trial {trial.number}: stopped or killed by somebody else")
         write(self.plan, self.study.records())
 
-    def _score(self, trial: Trial) -> None:
-        """The mean over its runs, one for each seed; the interval is Student's t over them, or of
-        one run that over held-out tasks."""
-        found, why = [], "it holds no held-out evaluation with a score"
-        for run in trial.runs:
-            one = None
-            try:
-                one = outcome(run.folder, self.plan.request.objective)
-            except (OSError, ValueError) as error:  # BadInput is a ValueError
-                why = f"its records cannot be read: {error}"
-            if one is None:
-                self._fail(trial.number, f"{run.folder}: {why}", trial.seconds)
-                return
-            found.append(one)
-        scores = [score for score, _, _ in found]
-        _, step, interval = found[0] if len(found) == 1 else (None, None, mean_interval(scores))
-        self.study.note(
-            trial.number,
-            step=step,
-            low=interval and interval.low,
-            high=interval and interval.high,
-            by_seed=scores,
-            budget=any(run.code == ExitCode.BUDGET for run in trial.runs),
-        )
-        self.study.end(trial.number, mean(scores))
-        self.endings.append(None)
-        self.say(f"trial {trial.number}: score {mean(scores):.3f} ({trial.seconds:.0f} s)")
-
-    def _fail(self, number: int, reason: str, seconds: float) -> None:
-        self.study.note(number, reason=reason[:_MAX_REASON], seconds=seconds)
-        self.study.end(number)
+    def _fail(self, trial: Trial, reason: str) -> None:
+        self.study.note(trial.number, reason=reason[:_MAX_REASON], seconds=trial.seconds)
+        self.study.end(trial.number)
         self.endings.append(reason)
-        self.say(f"trial {number}: failed: {reason}")
+        self.say(f"trial {trial.number}: failed: {reason}")
         write(self.plan, self.study.records())
-
-    # -- how it ends -----------------------------------------------------------------------
 
     def _hopeless(self) -> bool:
         first = self.endings[:FIRST_FAILURES]
@@ -410,30 +381,24 @@ class Sweep:
         return "\n".join(dict.fromkeys(filter(None, self.endings))) or "The table says why."
 
     def _stop_all(self) -> None:
-        """Stop what runs and wait until its state is saved, at a second Ctrl-C for `_LAST_SECONDS`
-        only. What came to its end meanwhile is told to the study; other trials stay unfinished."""
-        if not (going := self._going()) or self._given_up:
+        """Stop what runs and wait until its state is saved; at a second Ctrl-C it is told to stop
+        at once. What came to its end meanwhile is told to the study, the rest stays unfinished."""
+        if not (going := self._going()):
             return
         self.say(f"stopping {len(going)} runs after the step under way; their state is saved")
-        deadline = math.inf
         for run in going:
-            if not run.asked:
-                run.ask()
-        while self._going() and time.monotonic() < deadline:
-            try:
-                self._poll()
+            run.ask()
+        try:
+            while self._going():
                 time.sleep(POLL_SECONDS / 5)
-            except KeyboardInterrupt:
-                if self._given_up:
-                    raise
-                self._given_up, deadline = True, time.monotonic() + _LAST_SECONDS
-                for run in self._going():
-                    run.ask()
-        for trial in self.trials:
-            self.study.note(trial.number, seconds=trial.seconds)
-        if self._given_up:
-            raise KeyboardInterrupt
-        self._look()
+                self._look()
+        finally:
+            for run in self._going():  # only at a second Ctrl-C
+                if run.process is not None:
+                    run.process.stop()
+                run.code = -int(signal.SIGKILL)
+            for trial in self.trials:
+                self.study.note(trial.number, seconds=trial.seconds)
 
     def _how_to_go_on(self) -> str:
         ended = sum(record.state != "running" for record in self.study.records())
@@ -443,14 +408,9 @@ class Sweep:
         )
 
 
-# -- scores --------------------------------------------------------------------------------
-
-
 def outcome(run: Path, objective: str) -> tuple[float, int, Interval | None] | None:
-    """The best or last score of a run that has ended, its step and interval; None if it has none.
-
-    Scores are the run's own, as `report/evaluation.py` ranks them. Of a chain the last stage counts
-    that was evaluated. There is no interval where there are several task sets.
+    """The best or last score of a run that has ended, its step and interval (of one task set);
+    None if it has none. Of a chain the last stage counts that was evaluated.
 
     Raises:
         ValueError: a record file is damaged; file and line are named.
@@ -470,10 +430,8 @@ def outcome(run: Path, objective: str) -> tuple[float, int, Interval | None] | N
 
 
 def reports(run: Path) -> dict[int, float]:
-    """The score at every step after the first whose evaluation is finished, while a run goes on.
-
-    Empty where the records cannot be read now.
-    """
+    """The score at every step whose evaluation is finished, after the first, while a run goes on;
+    empty where the records cannot be read now."""
     try:
         finished: dict[str, set[int]] = defaultdict(set)
         for line in read_metrics(run):

@@ -1,7 +1,7 @@
 """The trials of a sweep in a table: as text, in `sweep.json`, and with plots in `sweep.html`.
 
-The best first. What a score is worth is said beside it: its interval, and that differences within
-it mean nothing; the best of many is also the luckiest of many on these held-out tasks.
+The best first. What a score is worth is said beside it: its interval, and that the best of many is
+also the luckiest of many on these held-out tasks.
 """
 
 from __future__ import annotations
@@ -16,40 +16,26 @@ from markupsafe import Markup
 
 from aflow_tune.config.changes import masked
 from aflow_tune.files import write_json
-from aflow_tune.report.charts import Mark, nice_ticks, number, scatter_chart, step_ticks
+from aflow_tune.report.charts import Mark, scatter_chart
 from aflow_tune.report.page import write_page
 from aflow_tune.sweeps.plan import Axis, Plan, settings_of
 from aflow_tune.sweeps.study import TrialRecord
 
 JSON_FILE, PAGE_FILE = "sweep.json", "sweep.html"
-_LONGEST_REASON = 160
-_LONGEST_NAME = 12
 _ORDER = {"complete": 0, "budget": 0, "pruned": 1, "unfinished": 2, "failed": 3}
-_COLUMNS = {
-    # field of the page's template: head of the table
-    "number": "trial",
-    "state": "state",
-    "score": "score",
-    "interval": "95% interval",
-    "step": "step",
-    "seconds": "seconds",
-    "cost": "cost",
-}
+_HEAD = ["trial", "state", "score", "95% interval", "step", "seconds", "cost"]
 Row = dict[str, Any]
 """A trial as `_row` makes it and `sweep.json` holds it."""
 
 
-def write(
-    plan: Plan, records: Sequence[TrialRecord], *, at_the_end: bool = False
-) -> tuple[str, dict[str, Any]]:
+def write(plan: Plan, records: Sequence[TrialRecord]) -> tuple[str, dict[str, Any]]:
     """Write `sweep.json` and `sweep.html`; the table as text, and the content of the former."""
     request = plan.request
     rows = sorted((_row(plan, record) for record in records), key=_rank)
-    best = next((row for row in rows if _ended(row)), None)
+    ended = [row for row in rows if _ORDER[row["state"]] == 0]
+    best = ended[0] if ended else None
     pairs = [setting.split("=", 1) for setting in request.overrides]
     settings = [f"{key}={masked(key, text)}" for key, text in pairs]
-    again = ["aflow-tune", str(request.config), *map(shlex.quote, settings)]
-    again += map(shlex.quote, settings_of(best["values"])) if best else []
     content: dict[str, Any] = {
         "config": str(request.config),
         "settings": settings,
@@ -62,25 +48,45 @@ def write(
         "score": plan.config.report.score or "reward",
         "planned_trials": plan.trials,
         "best_trial": best and best["number"],
-        "remarks": [*_remarks(plan, rows, best)],
+        "remarks": [*_remarks(plan, len(ended))],
         "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "trials": rows,
     }
     write_json(plan.folder / JSON_FILE, content)
-    _write_page(plan, content, best, " ".join(again))
-    lines = [[*_COLUMNS.values(), *content["space"]], *map(_cells, rows)]
+    lines = [[*_HEAD, *content["space"]], *map(_cells, rows)]
+    reasons = ["", *map(_reason, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []
-    for line, why in zip(lines, ["", *map(_why, rows)], strict=True):
+    for line, reason in zip(lines, reasons, strict=True):
         padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         text.append("  ".join(padded).rstrip())
-        text += [f"    {why}"] if why else []
+        text += [f"    {reason}"] if reason else []
+    again = ""
     if best is not None:
+        words = [str(request.config), *settings, *settings_of(best["values"])]
+        again = f"aflow-tune {shlex.join(words)}"
         text += ["", *content["remarks"]]
         text += ["", f"best: trial {best['number']} in {', '.join(best['runs'])}"]
-        text.append(f"again: {' '.join(again)}")
-    if at_the_end:
-        text += ["", f"{plan.folder / PAGE_FILE} and {JSON_FILE} beside it"]
+        text.append(f"again: {again}")
+    write_page(
+        plan.folder / PAGE_FILE,
+        "sweep.html.jinja",
+        title=f"Sweep: {plan.config.name}",
+        facts=[
+            ("configuration", content["config"]),
+            ("sampler", request.sampler),
+            ("objective", f"{request.objective} held-out {content['score']}"),
+            ("trials", f"{len(rows)} of {plan.trials}"),
+            ("pruned by", request.prune),
+        ],
+        charts=[*_charts(plan.axes, rows, best)],
+        lines=lines,
+        reasons=reasons,
+        best=best,
+        again=again,
+        content=content,
+        folder=str(plan.folder),
+    )
     return "\n".join(text), content
 
 
@@ -112,67 +118,52 @@ def _row(plan: Plan, record: TrialRecord) -> Row:
     }
 
 
-def _ended(row: Row) -> bool:
-    return _ORDER[row["state"]] == 0
-
-
 def _rank(row: Row) -> tuple[int, float, int]:
     score = -math.inf if row["score"] is None else -row["score"]
     return _ORDER[row["state"]], score, row["number"]
 
 
 def _cells(row: Row) -> list[str]:
-    """What `_COLUMNS` name, and the trial's values; a dash where there is nothing."""
-    interval = cost = "-"
-    if row["low"] is not None and row["high"] is not None:
-        interval = f"{row['low']:.3f} to {row['high']:.3f}"
-    if row["usd"] is not None:
-        cost = f"{'~' if row['usd_is_approximate'] else ''}${row['usd']:.2f}"
-    score, step, seconds = row["score"], row["step"], row["seconds"]
+    """What `_HEAD` names, and the trial's values; a dash where there is nothing."""
+
+    def told(name: str, form: str) -> str:
+        return "-" if row[name] is None else f"{row[name]:{form}}"
+
+    about = "~" if row["usd_is_approximate"] else ""
     return [
         str(row["number"]),
         row["state"],
-        "-" if score is None else f"{score:.3f}",
-        interval,
-        "-" if step is None else str(step),
-        "-" if seconds is None else f"{seconds:.0f}",
-        cost,
+        told("score", ".3f"),
+        "-" if row["low"] is None else f"{row['low']:.3f} to {row['high']:.3f}",
+        told("step", "d"),
+        told("seconds", ".0f"),
+        "-" if row["usd"] is None else f"{about}${row['usd']:.2f}",
         *map(_short, row["values"].values()),
     ]
 
 
-def _why(row: Row) -> str:
-    """The reason in one line, bounded; empty where there is none."""
-    line = " ".join((row["reason"] or "").split())[:_LONGEST_REASON]
+def _reason(row: Row) -> str:
+    """In one line, bounded; empty where there is none."""
+    line = " ".join((row["reason"] or "").split())[:160]
     return "".join(c if c.isprintable() else "?" for c in line)
 
 
-def _remarks(plan: Plan, rows: Sequence[Row], best: Row | None) -> Iterator[str]:
-    """What must be said beside the table."""
-    if best is None:
-        return
-    others = [row for row in rows if _ended(row) and row is not best]
-    if len(plan.seeds) == 1:
+def _remarks(plan: Plan, ended: int) -> Iterator[str]:
+    """What must be said beside the scores of so many trials."""
+    if ended and len(plan.seeds) == 1:
         yield (
-            "One seed a trial: a difference between two trials that lies within their intervals "
-            "means nothing, and the intervals are over held-out tasks only, not over the luck of "
-            "training. --seeds 0,1,2 repeats every trial."
+            "One seed a trial: intervals are over held-out tasks only, not over the luck of "
+            "training; a difference within them means nothing. --seeds 0,1,2 repeats every trial."
         )
-    else:
+    elif ended:
         yield (
             f"Scores are means over {len(plan.seeds)} seeds, intervals Student's t over them; a "
             "difference within them means nothing."
         )
-    if best["low"] is not None and others:
-        near = sum(row["high"] is not None and row["high"] >= best["low"] for row in others)
+    if ended > 1:
         yield (
-            f"The intervals of {near} of the {len(others)} other trials overlap with that of "
-            f"the best, trial {best['number']}."
-        )
-    if others:
-        yield (
-            f"The best of {len(others) + 1} was chosen on these held-out tasks, so its score is "
-            "too high on average: measure it again on tasks that the sweep has not seen."
+            f"The best of {ended} was chosen on these held-out tasks, so its score is too high on "
+            "average: measure it again on tasks that the sweep has not seen."
         )
 
 
@@ -184,78 +175,22 @@ def _short(text: str) -> str:
         return text
 
 
-# -- the page ------------------------------------------------------------------------------
-
-
-def _write_page(plan: Plan, content: dict[str, Any], best: Row | None, again: str) -> None:
-    request, rows, width = plan.request, content["trials"], len(_COLUMNS)
-    write_page(
-        plan.folder / PAGE_FILE,
-        "sweep.html.jinja",
-        title=f"Sweep: {plan.config.name}",
-        facts=[
-            ("configuration", content["config"]),
-            ("sampler", request.sampler),
-            ("objective", f"{request.objective} held-out {content['score']}"),
-            ("trials", f"{len(rows)} of {plan.trials}"),
-            ("pruned by", request.prune),
-        ],
-        space=[*content["space"].items()],
-        charts=[(name, note, Markup(svg)) for name, note, svg in _charts(plan, rows, best)],
-        remarks=content["remarks"],
-        keys=[*content["space"]],
-        rows=[
-            dict(zip(_COLUMNS, line, strict=False)) | {"settings": line[width:], "reason": why}
-            for line, why in zip(map(_cells, rows), map(_why, rows), strict=True)
-        ],
-        best=best,
-        again=again if best else "",
-        written=content["written"][:16],
-        folder=str(plan.folder),
-    )
-
-
-def _charts(plan: Plan, rows: Sequence[Row], best: Row | None) -> Iterator[tuple[str, str, str]]:
-    """(title, note, drawing): the scores in the order of the trials, then against each key."""
+def _charts(
+    axes: Sequence[Axis], rows: Sequence[Row], best: Row | None
+) -> Iterator[tuple[str, Markup]]:
+    """By key the scores over its values: listed ones side by side, ranges as they were drawn."""
     shown = [row for row in rows if row["score"] is not None and row["state"] != "unfinished"]
-    if not shown:
-        return
-    line: list[tuple[float, float]] = []  # the best so far
-    for row in sorted(shown, key=lambda row: row["number"]):
-        if row["state"] != "pruned":
-            top = max(row["score"] or 0.0, line[-1][1] if line else -math.inf)
-            line.append((row["number"], top))
-    marks = [_mark(row, row["number"], best) for row in shown]
-    last = max(row["number"] for row in shown)
-    ticks = [(float(at), str(at)) for at in step_ticks(0, last)]
-    drawing = scatter_chart("score by trial", marks, (0, last), ticks, line=line)
-    yield "Score by trial", "line: the best so far; orange: pruned, its last score", drawing
-    for axis in plan.axes:
-        yield axis.key, "score against it", _against(axis, shown, best)
+    for axis in axes if shown else ():
 
+        def place(text: str, axis: Axis = axis) -> float:
+            if axis.choices:
+                return float(axis.choices.index(text))
+            return math.log10(float(text)) if axis.log else float(text)
 
-def _against(axis: Axis, shown: Sequence[Row], best: Row | None) -> str:
-    """The scores over the values of one key: numbers at their place, words side by side."""
-    texts = {row["number"]: row["values"][axis.key] for row in shown}
-    try:
-        numbers = [float(text) for text in axis.probes]
-        logarithmic = axis.log or (min(numbers) > 0 and max(numbers) / min(numbers) >= 100)
-        scale = math.log10 if logarithmic else float
-        at = {text: scale(float(text)) for text in texts.values()}
-        ends = (scale(min(numbers)), scale(max(numbers)))
-        ticks = [
-            (place, number(10**place if logarithmic else place))
-            for place in nice_ticks(*ends)
-            if ends[0] <= place <= ends[1]
-        ]
-    except ValueError:
-        at = {text: float(place) for place, text in enumerate(axis.choices)}
-        ends = (-0.5, len(at) - 0.5)
-        ticks = [(place, text[:_LONGEST_NAME]) for text, place in at.items()]
-    marks = [_mark(row, at[texts[row["number"]]], best) for row in shown]
-    return scatter_chart(axis.key, marks, ends, ticks)
-
-
-def _mark(row: Row, at: float, best: Row | None) -> Mark:
-    colour = 2 if row is best else (1 if row["state"] == "pruned" else 0)
-    return Mark(at, row["score"] or 0.0, f"trial {row['number']}", row["low"], row["high"], colour)
+        marks = []
+        for row in shown:
+            colour = 2 if row is best else (1 if row["state"] == "pruned" else 0)
+            at, name = place(row["values"][axis.key]), f"trial {row['number']}"
+            marks.append(Mark(at, row["score"], name, row["low"], row["high"], colour))
+        ticks = [(place(text), _short(text)[:12]) for text in axis.probes]
+        yield axis.key, Markup(scatter_chart(axis.key, marks, (ticks[0][0], ticks[-1][0]), ticks))

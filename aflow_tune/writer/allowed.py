@@ -16,7 +16,7 @@ import types
 
 from aflow_tune.graph import inside
 from aflow_tune.graph.shape import children
-from aflow_tune.writer.types import RefusalKind, Refusals, did_you_mean, shown
+from aflow_tune.writer.types import RefusalKind, Refusals, shown
 
 
 def _words(text: str) -> frozenset[str]:
@@ -82,7 +82,7 @@ BUILTINS = _words(
     "ValueError ZeroDivisionError"
 )
 """Python's own names that a graph may use."""
-GIVEN = ("operator", "prompt_custom", "create_llm_instance", "DatasetType")
+KNOWN = BUILTINS | _words("operator prompt_custom create_llm_instance DatasetType")
 """Names that a graph has without importing them."""
 _SHIMS = frozenset({"operator", "prompt", "model", "dataset", "cost", "log"})
 FRAMES = _words(
@@ -110,23 +110,14 @@ _AT_TOP = (
     ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass
 )  # fmt: skip
 _INSTEAD: dict[type[ast.AST], str] = {
-    ast.AsyncFor: "`async for` has no known number of turns; write `for` over a list",
+    ast.AsyncFor: "`async for` is not allowed; write `for` over a list",
     ast.Global: "`global` is not allowed; hand values over as arguments or keep them on self",
     ast.Yield: "`yield` is not allowed; collect the values in a list and return it",
-    ast.YieldFrom: "`yield` is not allowed; collect the values in a list and return it",
     ast.TryStar: "`except*` is not allowed; write `except Exception`",
-}
-_FORBIDDEN = {
-    **dict.fromkeys(("compile", "eval", "exec"), "let operator.Programmer run a program"),
-    **dict.fromkeys(("breakpoint", "help", "input"), "nobody is there to answer"),
-    **dict.fromkeys(("delattr", "dir", "globals", "locals", "vars"), "a graph names its values"),
-    "open": "a graph has no files",
-    "setattr": "write self.name = value",
 }
 _READS_PRIVATE = re.compile(r"\{[^{}\s]*[.\[]__\w+__[^{}]*\}")
 """A text that `format` would read private attributes by."""
-NAME = "__name__"
-"""Of a module, a class or a function: a text, and what loggers are called by."""
+NAME = "__name__"  # of a module, a class or a function: what loggers are called by
 _SETTABLE = ("cost_manager", "propagate")
 """Attributes of anything that code of the field sets: of AFlow's model, of a logger."""
 
@@ -147,7 +138,7 @@ def why_forbidden(name: str) -> str | None:
     """Why a graph may not use one of Python's own names; None for a name that is not Python's."""
     if name in BUILTINS or not hasattr(builtins, name):
         return None
-    return f"`{name}` is not allowed: {_FORBIDDEN.get(name, 'a graph has no use for it')}"
+    return f"`{name}` is not allowed: a graph runs no other code and has no files"
 
 
 def public(module: str, name: str) -> bool:
@@ -301,22 +292,18 @@ class _Check:
 
     def _ImportFrom(self, node: ast.ImportFrom) -> None:
         module = inside.absolute(node.module or "", node.level)
-        if inside.shim_of(module) in _SHIMS or module == "__future__":
-            return
         shims = [inside.shim_of(f"{module}.{alias.name}") for alias in node.names]
-        if all(shim in _SHIMS for shim in shims) or not self._module(module, node):
+        ours = inside.shim_of(module) in _SHIMS or all(shim in _SHIMS for shim in shims)
+        if ours or module == "__future__" or not self._module(module, node):
             return
         for alias in node.names:
             if alias.name == "*":
                 self.refuse(f"name what you import from {module}", node)
             elif not public(module, alias.name):
-                near = did_you_mean(alias.name, MODULES[module] or ())
-                self.refuse(f"{module}.{alias.name} is not allowed in a graph{near}", node)
+                self.refuse(f"{module}.{alias.name} is not allowed in a graph", node)
 
     def _module(self, module: str, node: ast.stmt) -> bool:
-        if module in ("operator", "prompt_custom"):
-            self.refuse(f"leave `import {module}` out: {module} is there already", node)
-        elif module not in MODULES:
+        if module not in MODULES:
             message = f"a graph has no module {module}; it may import asyncio, collections, "
             message += "itertools, json, math, random, re, typing and a few more of Python's"
             self.refuse(message, node)

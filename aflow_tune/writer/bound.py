@@ -1,10 +1,10 @@
 """How much a written graph can cost at worst, where constants in its source tell.
 
 Calls add up, of branches the dearer one counts, helpers count where they are called, and a loop
-multiplies its body by its turns: of ranges of constants, of texts and of lists that are written out
-and only read. A call of an operator counts with its own figure (`Operator.most_calls`). Everything
-else, such as a `while`, may turn any number of times, so a graph may have no bound: the meter of
-the run (`aflow_tune.graph.run`) stops it at its limits. Refused is only what plainly never ends.
+multiplies its body by its turns: of ranges of constants, and of texts and lists that are written
+out in its head. A call of an operator counts with its own figure (`Operator.most_calls`).
+Everything else, such as a `while`, may turn any number of times, so a graph may have no bound: the
+meter of the run (`aflow_tune.graph.run`) stops it. Refused is only what plainly never ends.
 """
 
 from __future__ import annotations
@@ -21,23 +21,12 @@ from aflow_tune.operators import Operator
 from aflow_tune.writer.source import FUNCTIONS, Source
 from aflow_tune.writer.types import Bound, CheckLimits, RefusalKind, Refusals
 
-MAX_STEPS = 20_000
-"""Statements and expressions that are counted, helpers wherever they are called."""
-MAX_TURNS = 10**18
-"""More turns than this count as unknown."""
+MAX_STEPS = 20_000  # statements and expressions, helpers wherever they are called
+MAX_TURNS = 10**18  # more count as unknown
 _SAME_LENGTH = frozenset(
     ("list", "tuple", "sorted", "reversed", "set", "enumerate", "iter", "asyncio.as_completed")
 )
 """Python's functions that give at most as many items as their first argument has."""
-_READING = _SAME_LENGTH | {
-    *("len", "zip", "sum", "min", "max", "any", "all", "str", "print", "isinstance", "bool"),
-    *("repr", "random.choice", "random.sample", "asyncio.gather", "json.dumps"),
-}
-_READS = (
-    ast.For, ast.comprehension, ast.Compare, ast.FormattedValue, ast.Starred, ast.If, ast.While,
-    ast.UnaryOp, ast.BinOp, ast.Expr,
-)  # fmt: skip
-"""What reads a list that stands in it, without giving it a second name."""
 _CHOICES = (
     ast.If, ast.IfExp, ast.While, ast.For, ast.Try, ast.Match, ast.BoolOp, ast.comprehension
 )  # fmt: skip
@@ -58,17 +47,7 @@ class Cost(NamedTuple):
         return Cost(_product(self.calls, turns), _product(self.model_calls, turns))
 
 
-class _Ends(NamedTuple):
-    """What a block costs where it goes on, where it begins the next turn, and at most."""
-
-    through: Cost | None
-    again: Cost | None
-    most: Cost
-
-    def after(self, cost: Cost) -> _Ends:
-        """The same behind something."""
-        through, again = (one and cost.plus(one) for one in self[:2])
-        return _Ends(through, again, cost.plus(self.most))
+_NOTHING = Cost()
 
 
 def _product(count: float, turns: float) -> float:
@@ -76,14 +55,8 @@ def _product(count: float, turns: float) -> float:
     return count * turns if count and turns else 0
 
 
-def _larger(costs: Iterable[Cost | None]) -> Cost | None:
-    known = [cost for cost in costs if cost is not None]
-    return Cost(*map(max, *known, Cost())) if known else None
-
-
-def _any_of(ways: Iterable[_Ends]) -> _Ends:
-    through, again, most = map(_larger, zip(*ways, strict=True))
-    return _Ends(through, again, most or Cost())
+def _larger(costs: Iterable[Cost]) -> Cost:
+    return Cost(*map(max, *costs, Cost()))
 
 
 class _TooLong(Exception):
@@ -91,11 +64,8 @@ class _TooLong(Exception):
 
 
 class WorstCase:
-    """What a graph may use at worst. What never ends is put to `refusals`.
-
-    `bound` is None where the source does not tell it; `spenders` has the model calls of each call
-    by line, column and operator, as far as they are known.
-    """
+    """What a graph may use at worst: `bound`, None where the source does not tell it, and
+    `spenders`, the model calls of each call by line, column and operator."""
 
     def __init__(self, source: Source, limits: CheckLimits, refusals: Refusals) -> None:
         self.source, self.limits, self.refusals = source, limits, refusals
@@ -133,64 +103,50 @@ class WorstCase:
         if isinstance(function, ast.Lambda):
             cost = self._expression(function.body)
         else:
-            cost = self._block(function.body).most
+            cost = self._block(function.body)
         self._stack.pop()
         return cost
 
-    def _block(self, statements: Sequence[ast.stmt]) -> _Ends:
-        cost, again, most = Cost(), None, Cost()
-        for statement in statements:
-            ends = self._statement(statement).after(cost)
-            again, most = _larger([again, ends.again]), _larger([most, ends.most]) or most
-            if ends.through is None:
-                return _Ends(None, again, most)
-            cost = ends.through
-        return _Ends(cost, again, most)
+    def _block(self, statements: Sequence[ast.stmt], rest: Cost = _NOTHING) -> Cost:
+        """Of statements and `rest`, which follows where nothing leaves before."""
+        for statement in reversed(statements):
+            rest = self._statement(statement, rest)
+        return rest
 
-    def _statement(self, node: ast.stmt) -> _Ends:
+    def _statement(self, node: ast.stmt, rest: Cost) -> Cost:
         self._step()
         if isinstance(node, ast.If):
-            ways = [self._block(node.body), self._block(node.orelse)]
-            return _any_of(ways).after(self._expression(node.test))
+            ways = [self._block(node.body, rest), self._block(node.orelse, rest)]
+            return self._expression(node.test).plus(_larger(ways))
         if isinstance(node, ast.Match):
-            ways = [self._block(case.body) for case in node.cases]
-            return _any_of([*ways, self._block([])]).after(self._parts(node))
+            ways = [rest, *(self._block(case.body, rest) for case in node.cases)]
+            return self._parts(node).plus(_larger(ways))
         if isinstance(node, (ast.For, ast.AsyncFor)):
-            before = self._expression(node.iter)
-            return self._loop(node, Cost(), self._length(node.iter)).after(before)
+            turns = self._turning(self._length(node.iter), node.body)
+            return self._expression(node.iter).plus(turns, self._block(node.orelse, rest))
         if isinstance(node, ast.While):
             if _never_ends(node):
                 message = "this `while` never ends; write a `for`, or a `break` that is reached"
                 self.refusals.add(RefusalKind.UNBOUNDED, message, node)
-            test = self._expression(node.test)
-            return self._loop(node, test, math.inf).after(test)
+            turns = self._turning(math.inf, [ast.Expr(node.test), *node.body])
+            return turns.plus(self._block(node.orelse, rest))
         if isinstance(node, (ast.Try, ast.TryStar)):
-            body, last = self._block(node.body), self._block(node.finalbody)
-            ways = [self._block(handler.body).after(body.most) for handler in node.handlers]
-            if body.through is not None:
-                ways.append(self._block(node.orelse).after(body.through))
-            ways.append(_Ends(None, body.again, body.most))
-            return _any_of(ways).after(last.through or last.most)
+            ways = [self._block(handler.body, rest) for handler in node.handlers]
+            ways.append(self._block(node.orelse, rest))
+            return self._block(node.body).plus(_larger(ways), self._block(node.finalbody))
         if isinstance(node, (ast.With, ast.AsyncWith)):
-            before = Cost().plus(*(self._expression(item.context_expr) for item in node.items))
-            return self._block(node.body).after(before)
+            before = [self._expression(item.context_expr) for item in node.items]
+            return self._block(node.body, rest).plus(*before)
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-            return self._block([])
-        cost = self._parts(node)
+            return rest
         leaves = isinstance(node, (ast.Return, ast.Raise, ast.Break, ast.Continue))
-        again = cost if isinstance(node, ast.Continue) else None
-        return _Ends(None if leaves else cost, again, cost)
+        return self._parts(node) if leaves else self._parts(node).plus(rest)
 
-    def _loop(self, node: ast.For | ast.AsyncFor | ast.While, each: Cost, turns: float) -> _Ends:
-        """`each` is the cost of a turn besides the body. The last turn may end anywhere."""
+    def _turning(self, turns: float, body: Sequence[ast.stmt]) -> Cost:
         self._turns.append(turns)
-        body = self._block(node.body)
+        cost = self._block(body).times(turns)
         self._turns.pop()
-        again = (_larger([body.through, body.again]) or Cost()).plus(each)
-        earlier = again.times(max(0, turns - 1))
-        worst = earlier.plus(body.most, each) if turns else Cost()
-        rest = self._block(node.orelse)
-        return rest._replace(through=rest.through or rest.most).after(worst)
+        return cost
 
     # Expressions
 
@@ -210,7 +166,7 @@ class WorstCase:
             return Cost()
         if isinstance(node, ast.IfExp):
             ways = _larger([self._expression(node.body), self._expression(node.orelse)])
-            return self._expression(node.test).plus(ways or Cost())
+            return self._expression(node.test).plus(ways)
         if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
             return self._comprehension(node, 0)
         return self._call(node) if isinstance(node, ast.Call) else self._parts(node)
@@ -234,7 +190,7 @@ class WorstCase:
         cost = cost.plus(*map(self._expression, given))
         if handles:
             each = [self._operator(node, instance, name) for instance, name in handles]
-            return cost.plus(_larger(each) or Cost())
+            return cost.plus(_larger(each))
         if function is not None:
             return cost.plus(self._helper(node, function))
         handed_on = any(getattr(item, "attr", "") in source.shape.instances for item in given)
@@ -250,20 +206,18 @@ class WorstCase:
             names = list(inspect.signature(kind.__call__).parameters)[1:]
             options |= dict(zip((n for n in names if n != "mode"), node.args, strict=False))
             options |= {word.arg: word.value for word in node.keywords if word.arg}
-            told = {key: self._told(value) for key, value in options.items()}
+            told = {}
+            for key, value in options.items():
+                known = self._most(value) if isinstance(value, ast.expr) else value
+                told[key] = None if known in (math.inf, -math.inf) else known
             try:
-                most = kind.most_calls(retries=retries, **told)
+                most = max(0, int(kind.most_calls(retries=retries, **told)))
             except Exception:  # a user's operator that does not take what it is told
                 most = Operator.most_calls(retries=retries)
-            most = max(0, most) if isinstance(most, int) else 1 + retries
         turns = math.prod(self._turns)
         place = (node.lineno, node.col_offset + 1, name or "llm")
         self.spenders[place] += most * int(turns) if math.isfinite(turns) else most
         return Cost(1, most)
-
-    def _told(self, value: Any) -> Any:
-        most = self._most(value) if isinstance(value, ast.expr) else value
-        return None if most in (math.inf, -math.inf) else most
 
     def _helper(self, node: ast.Call, function: Function | ast.Lambda) -> Cost:
         if function not in self._stack:
@@ -275,8 +229,6 @@ class WorstCase:
             message = f"{name} calls itself for ever; write a `for` over range(...) instead"
             self.refusals.add(RefusalKind.UNBOUNDED, message, node)
         return Cost(math.inf, math.inf)
-
-    # How often, how many
 
     def _most(self, node: ast.expr) -> float:
         """The largest that a whole number may be; infinite where it is not told."""
@@ -300,15 +252,12 @@ class WorstCase:
                 return self._length(args[0])
             if name in ("min", "max") and len(args) > 1:
                 return (min if name == "min" else max)(map(self._most, args))
-        return self._of_values(node, self._most)
-
-    def _of_values(self, node: ast.AST, measure: Any) -> float:
-        """The largest of what a name or an attribute of self is ever given."""
+        # Of a name or an attribute of self the largest that it is ever given.
         values = self.source.values(node)
         if not values or node in self._asked:
             return math.inf
         self._asked.add(node)
-        found: float = max(map(measure, values))
+        found: float = max(map(self._most, values))
         self._asked.discard(node)
         return found
 
@@ -330,8 +279,6 @@ class WorstCase:
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
             stop = self._most(node.slice.upper) if node.slice.upper is not None else math.inf
             return min(self._length(node.value), stop if stop >= 0 else math.inf)
-        if isinstance(node, (ast.Name, ast.Attribute)) and self._is_only_read(node):
-            return self._of_values(node, self._length)
         if not isinstance(node, ast.Call):
             return math.inf
         name, args = self.source.python_name(node.func), node.args
@@ -352,32 +299,6 @@ class WorstCase:
             return self._length(ast.List(args))
         items = getattr(node.func, "attr", "") in ("items", "keys", "values")
         return self._length(node.func.value) if items else math.inf  # type: ignore[attr-defined]
-
-    def _is_only_read(self, node: ast.Name | ast.Attribute) -> bool:
-        """Whether nothing is put into a list, and nothing else can get hold of it."""
-        source = self.source
-        if isinstance(node, ast.Name):
-            uses: Sequence[ast.AST] = source.loads.get((source.owner(node), node.id), ())
-        else:
-            same = [item for item in source.nodes if getattr(item, "attr", "") == node.attr]
-            uses = [item for item in same if isinstance(getattr(item, "ctx", None), ast.Load)]
-        for use in uses:
-            self._step()
-            around = source.parent.get(use)
-            if isinstance(around, ast.keyword):
-                around = source.parent.get(around)
-            reads = isinstance(around, _READS)
-            if isinstance(around, ast.Call):
-                python = source.python_name(around.func) in _READING
-                joins = getattr(around.func, "attr", "") == "join"
-                reads = python or joins or bool(source.handles(around))
-            elif isinstance(around, ast.Subscript):
-                reads = isinstance(around.ctx, ast.Load)
-            elif isinstance(around, ast.Attribute):
-                reads = around.attr in ("items", "keys", "values", "get", "index", "count")
-            if not reads:
-                return False
-        return True
 
 
 def _whole(node: ast.expr) -> int | None:

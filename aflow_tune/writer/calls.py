@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aflow_tune.errors import BadInput
@@ -21,15 +21,7 @@ from aflow_tune.graph.run import bind
 from aflow_tune.graph.shape import walk
 from aflow_tune.models.client import ScriptedModel
 from aflow_tune.operators import Operator
-from aflow_tune.writer.allowed import (
-    BUILTINS,
-    FRAMES,
-    GIVEN,
-    LOGGER,
-    MODULES,
-    public,
-    why_forbidden,
-)
+from aflow_tune.writer.allowed import FRAMES, KNOWN, LOGGER, MODULES, public, why_forbidden
 from aflow_tune.writer.source import FUNCTIONS, Source, is_self, options_of
 from aflow_tune.writer.types import MAX_REFUSALS, RefusalKind, Refusals, did_you_mean, listed, shown
 
@@ -40,11 +32,9 @@ _READING = frozenset({"str", "print", "len", "int", "float", "isinstance"})
 _ASKING = (ast.BoolOp, ast.Compare, ast.If, ast.IfExp, ast.UnaryOp)
 """Where None is as good as any other value."""
 _DISPLAYS = (ast.Dict, ast.DictComp, ast.List, ast.ListComp, ast.Set, ast.SetComp)
-_REPEATING = (
-    *FUNCTIONS, ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
-)  # fmt: skip
-_BINDS_BESIDES = (
-    ast.Nonlocal, ast.Import, ast.ImportFrom, ast.Try, ast.Match, ast.NamedExpr
+_OUT_OF_ORDER = (
+    *FUNCTIONS, ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp,
+    ast.Nonlocal, ast.Import, ast.ImportFrom, ast.Try, ast.Match, ast.NamedExpr,
 )  # fmt: skip
 """They give names values in orders that line numbers do not show."""
 
@@ -52,26 +42,19 @@ _BINDS_BESIDES = (
 def check_names(source: Source, refusals: Refusals) -> None:
     """Refuse every name that nothing stands for, or nothing yet."""
     for (owner, name), nodes in source.loads.items():
-        given = name.startswith("__") or name in (*GIVEN, *BUILTINS) or source.imports_all
+        given = name.startswith("__") or name in KNOWN or source.imports_all
+        why = why_forbidden(name)
         for node in nodes[:MAX_REFUSALS]:
-            if owner is None and not given:
-                why = why_forbidden(name)
-                kind = K.UNKNOWN_NAME if why is None else K.NOT_ALLOWED
-                refusals.add(kind, why or _unknown(source, name), node)
-            elif owner is not None and _is_unset(source, owner, node):
+            if owner is not None and _is_unset(source, owner, node):
                 message = f"`{name}` has no value here on any path; assign it before this line"
                 refusals.add(K.UNKNOWN_NAME, message, node)
-
-
-def _unknown(source: Source, name: str) -> str:
-    if name in source.set_on_self or name in source.methods:
-        return f"`{name}` belongs to the class; write self.{name}"
-    homes = [module for module, names in MODULES.items() if names and name in names]
-    if name in MODULES or homes:
-        line = f"import {name}" if name in MODULES else f"from {homes[0]} import {name}"
-        return f"`{name}` is not defined; write `{line}`"
-    bound = sorted(set().union(*source.bound.values()))
-    return f"`{name}` is not defined{did_you_mean(name, bound)}; assign it before you use it"
+            elif owner is None and not given and why is not None:
+                refusals.add(K.NOT_ALLOWED, why, node)
+            elif owner is None and not given:
+                own = [f"self.{item}" for item in (*source.set_on_self, *source.methods)]
+                near = did_you_mean(name, [*sorted(set().union(*source.bound.values())), *own])
+                message = f"`{name}` is not defined{near}; assign or import it before you use it"
+                refusals.add(K.UNKNOWN_NAME, message, node)
 
 
 def _is_unset(source: Source, owner: Any, node: ast.Name) -> bool:
@@ -81,18 +64,12 @@ def _is_unset(source: Source, owner: Any, node: ast.Name) -> bool:
         return False
     if any(getattr(store, "lineno", 0) <= node.lineno for store in stores):
         return False
-    item: ast.AST | None = node
-    while (item := source.parent.get(item)) is not None:  # type: ignore[arg-type]
-        if isinstance(item, _REPEATING) and source.scope_of.get(item) is owner:
-            return False
-    return not any(isinstance(item, _BINDS_BESIDES) for item in ast.walk(owner))
+    return not any(isinstance(item, _OUT_OF_ORDER) for item in ast.walk(owner) if item is not owner)
 
 
 class CallCheck:
-    """Puts to `refusals` what is wrong in a graph; notes the prompts that its code reads.
-
-    A method `_KIND` looks at each node of a kind that is evaluated.
-    """
+    """Puts to `refusals` what is wrong in a graph; notes the prompts that its code reads. A method
+    `_KIND` looks at each node of a kind that is evaluated."""
 
     def __init__(self, source: Source, prompts: Mapping[str, str], refusals: Refusals) -> None:
         self.source, self.prompts, self.refusals = source, prompts, refusals
@@ -135,7 +112,7 @@ class CallCheck:
         compared = isinstance(around, (ast.Compare, *FUNCTIONS))
         if name == "type" and not self._is_called(node) and not compared:
             self.refuse(K.NOT_ALLOWED, "type is only called, as in type(found)", node)
-        known = node.id in BUILTINS or node.id in GIVEN or node.id.startswith("__")
+        known = node.id in KNOWN or node.id.startswith("__")
         if self.source.imports_all and not known and self.source.owner(node) is None:
             self._operator(node, node.id)
 
@@ -147,11 +124,11 @@ class CallCheck:
 
     def _ImportFrom(self, node: ast.ImportFrom) -> None:
         kind = inside.shim_of(inside.absolute(node.module or "", node.level))
-        for alias in node.names:
-            if kind == "operator" and alias.name != "*":
-                self._operator(node, alias.name)
-            elif kind == "prompt" and alias.name != "*":
-                self._prompt(node, alias.name, alias.name)
+        for name in (alias.name for alias in node.names if alias.name != "*"):
+            if kind == "operator":
+                self._operator(node, name)
+            elif kind == "prompt":
+                self._prompt(node, name, name)
 
     def _Attribute(self, node: ast.Attribute) -> None:
         name, owner = node.attr, node.value
@@ -166,21 +143,18 @@ class CallCheck:
         elif is_self(owner):
             self._of_self(node, name)
         elif name not in LOGGER and self._is_logger(owner):
-            self._no_attribute(node, "a logger", LOGGER)
+            self._no_attribute(node, "a logger")
         elif isinstance(owner, ast.Attribute) and is_self(owner.value):
             values = self.source.values(owner) or []
             built = bool(values) and all(value in self.source.built.values() for value in values)
             if built and name not in ("name", "llm", "__class__"):
-                self._no_attribute(node, f"{shown(owner)}, an operator to be called,", ())
+                self._no_attribute(node, f"{shown(owner)}, an operator to be called,")
         elif name not in _RESULT_METHODS and (results := self.source.results(owner)):
-            keys = keys_of(self.operators[min(results)])
-            self._no_attribute(node, f"the result of {min(results)}, a dictionary,", keys)
+            keys = listed(keys_of(self.operators[min(results)]))
+            self._no_attribute(node, f"the result of {min(results)}, a dictionary of {keys},")
 
-    def _no_attribute(self, node: ast.Attribute, what: str, known: Iterable[str]) -> None:
-        near = did_you_mean(node.attr, known)
-        if node.attr in known:
-            near = f'; write {shown(node.value)}["{node.attr}"]'
-        self.refuse(K.UNKNOWN_NAME, f"{what} has no attribute `{node.attr:.60}`{near}", node)
+    def _no_attribute(self, node: ast.Attribute, what: str) -> None:
+        self.refuse(K.UNKNOWN_NAME, f"{what} has no attribute `{node.attr:.60}`", node)
 
     def _of_module(self, node: ast.AST, module: str, name: str) -> None:
         dotted = f"{module}.{name}"
@@ -200,8 +174,7 @@ class CallCheck:
     def _of_self(self, node: ast.AST, name: str) -> None:
         known = [*sorted(self.source.set_on_self), *self.source.methods, "prompts", "__class__"]
         if name not in known:
-            near = did_you_mean(name, known)
-            message = f"self.{name:.60} is never assigned{near}; assign it in __init__"
+            message = f"self.{name:.60} is never assigned{did_you_mean(name, known)}"
             self.refuse(K.UNKNOWN_NAME, message, node)
 
     def _Subscript(self, node: ast.Subscript) -> None:
@@ -217,8 +190,7 @@ class CallCheck:
         results = sorted(self.source.results(owner))
         keys = [keys_of(self.operators[name]) for name in results]
         if keys and key not in self.written_keys and not any(key in item for item in keys):
-            near = did_you_mean(key, keys[0])
-            message = f"{results[0]} returns {listed(keys[0])}, not {key!r:.60}{near}"
+            message = f"{results[0]} returns {listed(keys[0])}, not {key!r:.60}"
             self.refuse(K.UNKNOWN_NAME, message, node)
 
     def _prompt(self, node: ast.AST, name: str, text: str) -> None:
@@ -232,13 +204,11 @@ class CallCheck:
     # Statements
 
     def _Assign(self, node: ast.Assign) -> None:
-        parts, call = node.value, getattr(node.value, "value", None)
-        given: Sequence[ast.expr] | None = getattr(parts, "elts", None)
-        if isinstance(parts, ast.Await) and isinstance(call, ast.Call):
-            given = call.args if shown(call.func) in ("asyncio.gather", "gather") else None
-        if given is None or isinstance(parts, ast.Set):
-            return
-        for target in node.targets:
+        value, call = node.value, getattr(node.value, "value", None)
+        given: Sequence[ast.expr] = value.elts if isinstance(value, (ast.Tuple, ast.List)) else ()
+        if isinstance(value, ast.Await) and isinstance(call, ast.Call):
+            given = call.args if self.source.python_name(call.func) == "asyncio.gather" else ()
+        for target in node.targets if given else ():
             names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else given
             starred = any(isinstance(part, ast.Starred) for part in (*names, *given))
             if not starred and len(given) != len(names):
@@ -255,12 +225,10 @@ class CallCheck:
                 message = f"__call__ returns {len(value.elts)} values; return the answer, or it "
                 self.refuse(K.SHAPE, message + "and the cost", node)
             value = value.elts[0] if value.elts else value
-        if results := self.source.results(value):
-            text = f'{shown(value)}["{keys_of(self.operators[min(results)])[-1]}"]'
-            message = f"__call__ returns the whole result of {min(results)}; return {text}"
-            self.refuse(K.SHAPE, message, value)
-        elif isinstance(value, _DISPLAYS):
-            message = f"__call__ returns `{shown(value)}`; return the text of the answer"
+        results = self.source.results(value)
+        if results or isinstance(value, _DISPLAYS):
+            keys = f", one of {listed(keys_of(self.operators[min(results)]))}" if results else ""
+            message = f"__call__ returns `{shown(value)}`; return the text of the answer{keys}"
             self.refuse(K.SHAPE, message, value)
 
     def _of_call(self, node: ast.AST) -> bool:
@@ -280,15 +248,14 @@ class CallCheck:
             self.refuse(K.ARGUMENTS, message, node)
 
     def _function_waits(self, function: ast.FunctionDef) -> bool:
-        """Whether in a function something is called that gives something to wait for, or may."""
+        """Whether a function may call something that gives something to wait for."""
         for node in walk(function):
-            if not isinstance(node, ast.Call):
-                continue
-            own, name = self.source.function(node.func), self.source.python_name(node.func)
-            data = isinstance(node.func, ast.Attribute) and not is_self(node.func.value)
-            asks = self.source.handles(node) or name.startswith("asyncio.") or not (name or data)
-            if isinstance(own, ast.AsyncFunctionDef) or (own is None and asks):
-                return True
+            if isinstance(node, ast.Call):
+                name = self.source.python_name(node.func)
+                data = isinstance(node.func, ast.Attribute) and not is_self(node.func.value)
+                plain = (name or data) and not name.startswith("asyncio.")
+                if self.source.handles(node) or not plain:
+                    return True
         return False
 
     def _check_awaited(self, node: ast.Call) -> None:
@@ -315,12 +282,8 @@ class CallCheck:
         if isinstance(around, (ast.Subscript, ast.Attribute)):
             task = getattr(around, "attr", "") in ("result", "done", "cancel")
             return around.value is node and not task
-        if isinstance(around, ast.keyword):
+        while isinstance(around, (ast.keyword, ast.List)):  # also of texts, for an operator
             around = self.parent.get(around)
-        if isinstance(around, ast.List):  # of texts, for an operator
-            around = self.parent.get(around)
-            around = self.parent.get(around) if isinstance(around, ast.keyword) else around
-            return bool(self.source.handles(around))
         if isinstance(around, ast.Call) and around.func is not node:
             reads = self.source.python_name(around.func) in _READING
             return reads or bool(self.source.handles(around))
@@ -332,13 +295,12 @@ class CallCheck:
         called, first = node.func, node.args[0] if node.args else None
         name, function = self.source.python_name(called), self.source.function(called)
         operator = self.shape.operator_class(called) or ""
-        handles = sorted(self.source.handles(node))
         again = self.source.python_name(called.func) if isinstance(called, ast.Call) else ""
         if name:
             self._python(node, name)
         elif operator in self.operators:
             self._build(node, operator)
-        elif handles:
+        elif handles := sorted(self.source.handles(node)):
             problems = [self._misuse(node, *handle) for handle in handles]
             if all(problems):  # where several are meant, one has to fit
                 self.refuse(K.ARGUMENTS, *problems[0])  # type: ignore[misc]
@@ -353,11 +315,9 @@ class CallCheck:
         elif is_self(called) or again.partition(".")[0] in ("json", "re", "math", "ast"):
             self.refuse(K.NOT_ALLOWED, f"`{shown(called)}` is not known to be a function", node)
         # text.get("key"), with a default or without
-        if isinstance(called, ast.Attribute) and called.attr == "get":
-            key = first.value if isinstance(first, ast.Constant) else None
+        key = first.value if isinstance(first, ast.Constant) else None
+        if isinstance(called, ast.Attribute) and called.attr == "get" and isinstance(key, str):
             own = _is_prompts(called.value)
-            if not isinstance(key, str):
-                return
             if len(node.args) + len(node.keywords) > 1:
                 self.used_prompts |= {key} if own else set()
             elif own or not isinstance(self.parent.get(node), _ASKING):
@@ -376,11 +336,10 @@ class CallCheck:
         elif name == "asyncio.gather":
             for given in node.args:
                 values = self.source.values(given) or [given]
-                lists = all(isinstance(value, (ast.List, ast.ListComp)) for value in values)
-                if lists or isinstance(given, ast.Await):
+                if all(isinstance(value, (ast.List, ast.ListComp, ast.Await)) for value in values):
                     message = "asyncio.gather takes calls that are not awaited: one by one, or "
                     message += "with a star a list of them, asyncio.gather(*calls)"
-                    self.refuse(K.ARGUMENTS, message, node if lists else given)
+                    self.refuse(K.ARGUMENTS, message, node)
 
     def _getattr(self, node: ast.Call) -> None:
         name = node.args[1] if len(node.args) > 1 else None
@@ -399,48 +358,36 @@ class CallCheck:
             self._of_self(node, name.value)
 
     def _build(self, node: ast.Call, name: str) -> None:
-        words = {word.arg: word.value for word in node.keywords}
-        first = node.args[0] if node.args else words.get("llm")
-        problem, place = "", node
-        if first is None or None in words or isinstance(first, ast.Starred):
-            problem = "is built with the model"
-        elif isinstance(first, (ast.Constant, ast.JoinedStr)):
-            problem = f"is built with the model first, not with {shown(first)}"
-        elif len(node.args) > 2:
-            problem = "takes its options by name"
-        elif "prompts" in words:
-            problem = "takes no prompts here; write its instruction under `prompts`"
-            place = words["prompts"]  # type: ignore[assignment]
-        else:
+        words = {word.arg for word in node.keywords}
+        first: ast.AST | None = node.args[0] if node.args else None
+        if first is None:
+            first = next((word.value for word in node.keywords if word.arg == "llm"), None)
+        written = isinstance(first, (ast.Constant, ast.JoinedStr, ast.Starred))
+        problem = "takes the model, then its options by name; prompts stand under `prompts`"
+        if not (first is None or written or len(node.args) > 2 or words & {None, "prompts"}):
             options = options_of(node).items()
-            if known := {key: value for key, value in options if not isinstance(value, ast.AST)}:
-                problem = _problem_of(self.operators[name], name, known)
+            known = {key: value for key, value in options if not isinstance(value, ast.AST)}
+            problem = _problem_of(self.operators[name], known) if known else ""
         if problem:
             message = f"{name} {problem}; write operator.{name}(self.llm)"
-            self.refuse(K.ARGUMENTS, message, place)
+            self.refuse(K.ARGUMENTS, message, node)
 
     def _misuse(self, node: ast.Call, instance: str, name: str) -> tuple[str, ast.AST] | None:
         """What does not fit in a call of this operator or of the model, and where."""
         named = {word.arg: word.value for word in node.keywords}
         if name not in self.operators:
             asked = isinstance(node.func, ast.Attribute) and node.func.attr == "aask"
-            model = node.func.value if asked else node.func  # type: ignore[attr-defined]
-            values = self.source.values(model) or () if instance == MODEL else ()
-            fits = asked or (len(node.args) < 2 and {*named} <= {"prompt"})
-            fits = fits and bool(node.args or named)
+            fits = asked or len(node.args) + len(named.keys() & {"prompt"}) == 1 >= len(named)
+            values = self.source.values(node.func) or () if instance == MODEL else ()
             if fits or not any("create_llm_instance" in shown(value) for value in values):
                 return None
             return "the model is called with one text: await self.llm(text)", node
         kind = self.operators[name]
-        parameters = [
-            item
-            for item in inspect.signature(kind.__call__).parameters.values()
-            if item.name not in ("self", "mode")
-        ]
-        plain = [item.replace(annotation=inspect.Parameter.empty) for item in parameters]
+        items = list(inspect.signature(kind.__call__).parameters.values())
+        items = [item for item in items if item.name not in ("self", "mode")]
+        plain = [item.replace(annotation=inspect.Parameter.empty) for item in items]
         who, signature = f"{instance} ({name})", inspect.Signature(plain)
-        starred = [item.value for item in node.args if isinstance(item, ast.Starred)]
-        if starred:
+        if starred := [item.value for item in node.args if isinstance(item, ast.Starred)]:
             texts = {item.arg for item in self.source.methods["__call__"].args.args}
             text = f"{who} is called with the letters of a text; write {signature}"
             return (text, node) if shown(starred[0]) in texts else None
@@ -449,13 +396,10 @@ class CallCheck:
         try:
             bound = bind(kind, node.args, named)  # type: ignore[arg-type]
         except TypeError as error:
-            unknown = [str(word) for word in named if word not in signature.parameters]
-            near = did_you_mean(unknown[0], signature.parameters) if unknown else ""
-            return f"{who} is called as {signature}: {error}{near}", node
-        for item in parameters:
+            return f"{who} is called as {signature}: {error}", node
+        for item in items:
             value = bound.arguments.get(item.name)
-            takes = str(item.annotation).casefold()
-            lists = takes.startswith(("list", "sequence", "typing.list"))
+            lists = str(item.annotation).casefold().startswith(("list", "sequence", "typing.list"))
             if lists and isinstance(value, ast.expr) and self._is_text(value):
                 return f"{item.name} of {who} is a list of texts; write [{shown(value)}]", value
         return None
@@ -463,8 +407,8 @@ class CallCheck:
     def _is_text(self, node: ast.expr) -> bool:
         if isinstance(node, ast.Subscript) and self.source.results(node.value):
             return True
-        values = self.source.values(node)
-        if values is not None and not isinstance(node, ast.Attribute):
+        values = self.source.values(node) if isinstance(node, ast.Name) else None
+        if values is not None:
             return all(not isinstance(item, ast.Name) and self._is_text(item) for item in values)
         text = isinstance(node, ast.Constant) and isinstance(node.value, str)
         return text or isinstance(node, ast.JoinedStr) or bool(self.source.results(node))
@@ -479,13 +423,12 @@ def keys_of(kind: type[Operator]) -> list[str]:
     return list(kind.returns or [field.name for field in kind.fields])
 
 
-def _problem_of(kind: type[Operator], name: str, options: Mapping[str, Any]) -> str:
+def _problem_of(kind: type[Operator], options: Mapping[str, Any]) -> str:
     try:
         kind(ScriptedModel([]), name="checked", **options)
     except BadInput as error:
         fault = error.faults[0]
         return f"cannot be built: expected {fault.expected}, found {fault.found}"
     except Exception as error:  # also whatever a user's operator raises
-        why = f"{str(error) or type(error).__name__:.200}".replace("Operator.__init__()", name)
-        return f"cannot be built: {why}"
+        return f"cannot be built: {str(error) or type(error).__name__:.200}"
     return ""

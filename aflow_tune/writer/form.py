@@ -2,17 +2,13 @@
 
 A workflow is one JSON object `{"prompts": {instance: instruction}, "graph_code": "class
 Workflow: ..."}`. A reply may bring it in a fence, after reasoning or among prose, as damaged
-JSON, or as Python alone; `Written.form` and `Written.notes` say which, because the reward does
-not treat them alike.
-
-Damaged JSON is left to json_repair. Code whose quotes were not escaped is cut out of its object
-first. Nothing is run here, and what is read is bounded in size.
+JSON (which json_repair mends), or as Python alone; `Written.form` says which, for the reward.
+Nothing is run here, and what is read is bounded in size.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
 import json
 import re
 import textwrap
@@ -73,31 +69,20 @@ def _clean(text: str) -> str:
 
 
 def read_written(text: str) -> Written:
-    """The workflow in a reply. Prompts that are no texts are left out, with a note.
-
-    Raises:
-        Unreadable: there is none, or the reply is too long.
-    """
+    """The workflow in a reply. Raises Unreadable: there is none, or the reply is too long."""
     return read_with_refusals(text)[0]
 
 
 def read_with_refusals(text: str) -> tuple[Written, tuple[Refusal, ...]]:
-    """As `read_written`, and what is refused of its prompts.
-
-    Raises:
-        Unreadable: there is none, or the reply is too long.
-    """
+    """As `read_written`, and what is refused of its prompts."""
     if len(text) > MAX_TEXT_CHARS:
         message = f"the reply has {len(text):,} characters; write at most {MAX_TEXT_CHARS:,}"
         raise Unreadable(Refusal(RefusalKind.TOO_LARGE, message))
-    given = text.removeprefix("\ufeff")
-    clean = _clean(given)
+    clean = _clean(text.removeprefix("\ufeff"))
     _, _, behind_reasoning = clean.rpartition("</think>")
     for part in filter(None, dict.fromkeys((behind_reasoning.strip(), clean.strip()))):
         found = _object(part) or _tagged(part) or _python(part)
         if found is not None:
-            if clean != given:
-                found.notes.append("characters that no text can hold were replaced")
             return found.written()
     why = "there is neither a JSON object nor Python with `class Workflow`"
     if not clean.strip():
@@ -129,41 +114,31 @@ class _Found:
         if "\n" not in code.strip() and "\\n" in code and not is_python(code):
             code = unescaped(code)
             self.mended("the code was escaped twice")
-        if code[:1] in (" ", "\t", "\n"):
-            dedented = textwrap.dedent(code).lstrip("\n")
-            if dedented != code.lstrip("\n"):
-                self.mended("the code was indented as a whole")
-            code = dedented
-        code = _clean(code)
+        dedented = textwrap.dedent(code).lstrip("\n") if code[:1] in (" ", "\t", "\n") else code
+        if dedented != code.lstrip("\n"):
+            self.mended("the code was indented as a whole")
+        code = _clean(dedented)
         return Written(code, prompts, self.form, tuple(self.notes)), tuple(refusals)
 
     def _prompts(self) -> tuple[dict[str, str], list[Refusal]]:
-        given, refuse = self.prompts, functools.partial(Refusal, RefusalKind.PROMPT)
+        """Those that are texts, and what is refused of the others."""
+        given = self.prompts
         if given is None:
             if self.form is not WrittenForm.CODE:
                 self.mended(f"there is no `{PROMPTS}`")
             return {}, []
         if not isinstance(given, Mapping):
-            self.notes.append(f"`{PROMPTS}` was left out")
-            what = f"`{PROMPTS}` is {_named(given)}; write an object from instances to texts"
-            return {}, [refuse(what)]
-        texts = {name: value for name, value in given.items() if isinstance(value, str)}
-        refusals = [
-            refuse(f"the prompt of {name!r:.60} is {_named(value)}; write its text")
-            for name, value in given.items()
-            if name not in texts
-        ][:MAX_PROMPTS]
+            wrong, given = [f"`{PROMPTS}` is no object from instances to texts"], {}
+        else:
+            names = [name for name, value in given.items() if not isinstance(value, str)]
+            wrong = [f"the prompt of {name!r:.60} is no text" for name in names[:MAX_PROMPTS]]
+        texts = [(str(name), text) for name, text in given.items() if isinstance(text, str)]
         if len(given) > MAX_PROMPTS:
-            refusals.append(refuse(f"there are {len(given)} prompts; write at most {MAX_PROMPTS}"))
-        prompts = {_clean(str(name)): _clean(texts[name]) for name in list(texts)[:MAX_PROMPTS]}
-        if len(prompts) < len(given):
-            self.notes.append(f"{len(given) - len(prompts)} prompts were left out")
-        return prompts, refusals
-
-
-def _named(value: Any) -> str:
-    names = {dict: "an object", list: "a list", bool: "a truth value", type(None): "null"}
-    return names.get(type(value), "a number" if isinstance(value, int | float) else "a text")
+            wrong.append(f"there are {len(given)} prompts; write at most {MAX_PROMPTS}")
+        if wrong:
+            self.notes.append("some of the prompts were left out")
+        prompts = {_clean(name): _clean(text) for name, text in texts[:MAX_PROMPTS]}
+        return prompts, [Refusal(RefusalKind.PROMPT, message) for message in wrong]
 
 
 # Where the workflow stands in a reply
@@ -173,21 +148,18 @@ def _object(text: str) -> _Found | None:
     """The JSON object of a reply: as it is, among other text, mended, or beside its code."""
     blocks = list(fenced_blocks(text)) if text.startswith("```") else []
     fenced = len(blocks) == 1 and (blocks[0].start, blocks[0].end) == (0, len(text))
-    whole = whole_object(blocks[0].code if fenced else text)
-    if (found := _with_code(whole)) is not None:
-        if found is whole:
-            return _from(found, WrittenForm.HYBRID, [])
-        return _from(found, WrittenForm.REPAIRED, ["the object stood inside another"])
-    inner = [item for value in objects_in(text) if (item := _with_code(value))]
-    if inner:
-        return _from(inner[-1], WrittenForm.REPAIRED, ["the object stood among other text"])
+    if (found := _found_in(whole_object(blocks[0].code if fenced else text))) is not None:
+        return found
+    for value in reversed(list(objects_in(text))):
+        if (found := _found_in(value, "the object stood among other text")) is not None:
+            return found
     starts = [match.start() for match in _OBJECT.finditer(text)]
     if not starts:
         return None
     for start in dict.fromkeys((starts[-1], starts[0])):
-        found = _with_code(mended(text[start:]))
-        if found is not None and _CLASS.search(_code_of(found)) and is_python(_code_of(found)):
-            return _from(found, WrittenForm.REPAIRED, ["the JSON was mended"])
+        found = _found_in(mended(text[start:]), "the JSON was mended")
+        if found is not None and _CLASS.search(found.code) and is_python(found.code):
+            return found
     cut = (_text_after(text[starts[0] :], key) for key in (CODE, *_CODE_KEYS))
     code, rest = next((pair for pair in cut if pair is not None), ("", ""))
     if rest and _CLASS.search(code) and _CODE_LINE.match(code.lstrip()):
@@ -217,10 +189,8 @@ def mended(text: str) -> Any:
 
 
 def _text_after(text: str, key: str) -> tuple[str, str] | None:
-    """The text under a key whose end cannot be told by its quotes, and the rest without it.
-
-    It ends at the last quote in front of a closing brace, of the key `prompts`, or of the end.
-    """
+    """The text under a key whose end cannot be told by its quotes, and the rest without it: it
+    ends at the last quote in front of a closing brace, of the key `prompts`, or of the end."""
     places = rf"[\"'`]?{key}[\"'`]?\s{{0,20}}:\s{{0,20}}([\"'`]{{1,3}})"
     found = list(re.finditer(places, text))
     if not found:
@@ -238,11 +208,8 @@ def _text_after(text: str, key: str) -> tuple[str, str] | None:
 
 
 def unescaped(code: str) -> str:
-    """Code as it was meant: with the escapes of JSON read, unless only without that it is Python.
-
-    Code with line breaks of its own may have been written as it is, so that a backslash in it
-    is Python's.
-    """
+    """Code with the escapes of JSON read, unless it has line breaks of its own and only without
+    that it is Python."""
 
     def meaning(match: re.Match[str]) -> str:
         what = match[1]
@@ -301,29 +268,33 @@ def _key(name: Any) -> str:
     return re.sub(r"[\s_-]", "", str(name)).casefold()
 
 
-def _with_code(value: Any) -> Mapping[str, Any] | None:
-    """The object with the code: the value, or the one object in it."""
+def _found_in(value: Any, note: str = "") -> _Found | None:
+    """The workflow of an object that has its code, or of the one object in it. `note`: what was
+    done to find it."""
+    inside = note or "the object stood inside another"
     if isinstance(value, list):
-        return next((item for part in reversed(value) if (item := _with_code(part))), None)
+        return next((item for part in reversed(value) if (item := _found_in(part, inside))), None)
     if not isinstance(value, Mapping):
         return None
-    if _code_key(value) is not None:
-        return value if _code_of(value).strip() else None
-    inner = [item for item in value.values() if isinstance(item, Mapping)]
-    return _with_code(inner[0]) if len(inner) == 1 and PROMPTS not in value else None
-
-
-def _code_key(value: Mapping[str, Any]) -> str | None:
-    """The key of the code: its own name, or another under which a class stands."""
-    for wanted in _CODE_KEYS:
-        for name, item in value.items():
-            if _key(name) == wanted and (wanted == _key(CODE) or _CLASS.search(_joined(item))):
-                return name
-    return None
-
-
-def _code_of(value: Mapping[str, Any]) -> str:
-    return _joined(value.get(_code_key(value) or ""))
+    names = {_key(name): name for name in value}
+    code = ""
+    for wanted in _CODE_KEYS:  # another than its own only where a class stands
+        code = _joined(value[names[wanted]]) if wanted in names else ""
+        if wanted in names and (wanted == _key(CODE) or _CLASS.search(code)):
+            break
+    else:
+        inner = [item for item in value.values() if isinstance(item, Mapping)]
+        return _found_in(inner[0], inside) if len(inner) == 1 and PROMPTS not in value else None
+    if not code.strip():
+        return None
+    form = WrittenForm.REPAIRED if note else WrittenForm.HYBRID
+    found = _Found(_prompts_in(value), code, form, [note] if note else [])
+    used = {names[wanted], names.get(PROMPTS, PROMPTS)}
+    if used != {PROMPTS, CODE}:
+        found.mended(f"the keys are `{PROMPTS}` and `{CODE}`")
+    if isinstance(value[names[wanted]], list):
+        found.mended("the code was a list of lines")
+    return found
 
 
 def _joined(code: Any) -> str:
@@ -337,16 +308,3 @@ def _prompts_in(value: Any) -> Any:
         return next((item for part in reversed(value) if (item := _prompts_in(part))), None)
     items = value.items() if isinstance(value, Mapping) else ()
     return next((item for name, item in items if _key(name) == PROMPTS), None)
-
-
-def _from(value: Mapping[str, Any], form: WrittenForm, notes: list[str]) -> _Found:
-    found = _Found(_prompts_in(value), _code_of(value), form, notes)
-    code = _code_key(value)
-    used = [name for name in value if name == code or _key(name) == PROMPTS]
-    if not {*used} <= {PROMPTS, CODE}:
-        found.mended(f"the keys are `{PROMPTS}` and `{CODE}`")
-    if code is not None and isinstance(value[code], list):
-        found.mended("the code was a list of lines")
-    if other := [f"{name!s:.40}" for name in value if name not in used]:
-        found.notes.append(f"passed over: {', '.join(other[:5])}")
-    return found

@@ -8,10 +8,10 @@ passes the check under the run's own limits. Nothing that an answer is scored wi
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.graph import inside
@@ -57,15 +57,9 @@ def policy_messages(
     answer_form: str = "",
     earlier: Sequence[tuple[str, str]] = (),
 ) -> list[dict[str, str]]:
-    """The conversation that the policy answers with a workflow.
-
-    Args:
-        operators: that a graph may use, by name.
-        entry_point: the function to write, for problems of code.
-        template: in place of the shipped one; see `template_faults`.
-        answer_form: of the problem's benchmark; the graph reads it behind the problem.
-        earlier: what the policy wrote in each turn, and was told about it, oldest first.
-    """
+    """The conversation that the policy answers with a workflow. `template`: in place of the shipped
+    one; `answer_form`: of the problem's benchmark; `earlier`: what the policy wrote in each turn,
+    and was told about it."""
     most = [f"{limits.model_calls} model call{'' if limits.model_calls == 1 else 's'}"]
     most += [f"{limits.tokens} tokens"] if limits.tokens is not None else []
     most += [f"{limits.usd:g} US dollars"] if limits.usd is not None else []
@@ -84,8 +78,7 @@ def policy_messages(
     kept = [line for line in lines if not placeholders(line) & empty]
     messages = [{"role": "user", "content": fill("\n".join(kept), values)}]
     for wrote, told in earlier:
-        messages.append({"role": "assistant", "content": wrote})
-        messages.append({"role": "user", "content": told})
+        messages += [{"role": "assistant", "content": wrote}, {"role": "user", "content": told}]
     return messages
 
 
@@ -113,13 +106,11 @@ def _operator_line(kind: type[Operator], limits: CheckLimits) -> str:
 def template_faults(template: str, where: str) -> list[Fault]:
     """What is wrong with a template of the user's."""
     found = placeholders(template)
-    faults = []
-    for name in sorted(found - set(PLACEHOLDERS)):
-        near = difflib.get_close_matches(name, PLACEHOLDERS, 1)
-        cure = f"did you mean {{{near[0]}}}? " if near else ""
-        cure += f"for braces that are text write {{{{{name}}}}}"
-        expected = "one of " + ", ".join(f"{{{known}}}" for known in PLACEHOLDERS)
-        faults.append(Fault(where, expected, f"{{{name}}}", cure))
+    expected = "one of " + ", ".join(f"{{{known}}}" for known in PLACEHOLDERS)
+    faults = [
+        Fault(where, expected, f"{{{name}}}", f"for braces that are text write {{{{{name}}}}}")
+        for name in sorted(found - set(PLACEHOLDERS))
+    ]
     if "problem" not in found:
         cure = "put {problem} where the problem belongs, at the end"
         faults.append(Fault(where, "a text with {problem}", "none", cure))
@@ -142,7 +133,5 @@ def _example(
         graph = default_graph(problem_type or "math", allowed)
         code = graph.sources[inside.GRAPH_FILE].replace(_COST, "").strip()
         texts.append(as_text(graph.instructions, code))
-    for text in texts:
-        if check_written(text, operators=allowed, problem_type=problem_type, limits=limits).ok:
-            return text
-    return ""
+    given: dict[str, Any] = {"operators": allowed, "problem_type": problem_type, "limits": limits}
+    return next((text for text in texts if check_written(text, **given).ok), "")

@@ -1,36 +1,27 @@
 """What becomes of a workflow that the policy wrote: its run, outcome, reward and record.
 
-It is run with three fallbacks, each of which is counted. The time limit is for all attempts
-together, every other limit is each attempt's own; code that was refused is never run.
-
-- 0, clean: the graph as it was written, if the check let it pass.
-- 1, default prompts: the same code with plain instructions, if its constructor raised or the
-  check refused nothing but prompts.
-- 2, simpler: a straight line of the operators that it names, if it failed while it ran.
-- 3, default workflow: the fixed one of the problem's type, if the code was refused or 2 failed.
-
+Three fallbacks stand in for a graph that fails (`Level`), each of which is counted. The time limit
+is for all attempts together, every other limit is each attempt's own; refused code is never run.
 What a graph says before any of its operators gave a result is no answer: one that its writer knew
 would otherwise earn the most, for nothing.
 
-The outcome is a class, coarse on purpose: with the graph's structure it is GiGPO's anchor state.
 The reward has the parts of `five_part`, of the executor's spend over all attempts and turns. The
-part `format` is the answer's form times the form of the writing: hybrid 1, repaired 0.75, code
-alone 0.5, unreadable 0; less a tenth of that for each refusal, at most nine; code that is no Python
-counts as nine refusals. With `span` = highest - lowest and `sum` the weighted mean of the known
-parts, a fallback earns less than the worst clean run, and a deeper one less than a shallower one:
+part `format` is the answer's form times the form of the writing (`writing_form`). With `span` =
+highest - lowest and `sum` the weighted mean of the known parts, so that a fallback earns less than
+the worst clean run, and a deeper one less than a shallower one:
 
     clean run                  lowest + span * (0.1 + 0.9 * sum)
     1: default prompts         lowest + span * (0.06 + 0.02 * sum)
     2: simpler workflow        lowest + span * (0.03 + 0.02 * sum)
     3: default workflow        lowest + span * 0.02 * form of the writing
 
-The keys of a record are the contract with its readers. Nothing of the gold answer is in it.
+The outcome is a coarse class: with the graph's structure it is GiGPO's anchor state. The keys of a
+record are the contract with its readers; nothing of the gold answer is in it.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import re
 import time
 from collections import Counter
@@ -39,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from aflow_tune.errors import AflowTuneError
-from aflow_tune.graph.flow import ANSWER, MODEL, PROBLEM, Flow
+from aflow_tune.graph.flow import ANSWER, MODEL, PROBLEM
 from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.run import GraphEnding, GraphLimits, GraphRun
 from aflow_tune.graph.shape import walk
@@ -99,17 +90,14 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Executed:
-    """What became of a written workflow: all attempts in order, of which the last one counts.
-
-    Only the last one may have an answer. `seconds` is the wall-clock time of everything.
-    """
+    """What became of a written workflow: all attempts in order, of which the last one counts and
+    gives `level`, `run` and `graph`. `seconds` is the wall-clock time of everything."""
 
     attempts: tuple[Attempt, ...]
     seconds: float
 
     @property
     def level(self) -> Level:
-        """Of the last attempt, as `run` and `graph`."""
         return self.attempts[-1].level
 
     @property
@@ -143,13 +131,10 @@ async def run_written(
     """Run what the policy wrote on a problem; where that fails, what stands in for it.
 
     Args:
-        verdict: of the check, which decides what of it may run.
         entry_point: name of the function to write; for problems of code.
-        executor: the frozen model that operators call, as `aflow_tune.models.as_client` takes it.
-        clients: other models by role.
+        executor: the frozen model that operators call; `clients`: other models by role.
         models: role by operator, instance or the graph's own name of a model.
         limits: `seconds` for everything together, the rest for each attempt.
-        operators: those that a graph may use, by name.
         fallbacks: False: a graph that passed the check is run once, to see whether it works.
 
     Raises:
@@ -225,20 +210,16 @@ START = "start"
 """The state before anything was written."""
 UNREADABLE, REFUSED, NOT_BUILT = "unreadable", "refused", "not_built"
 """Outcomes beside the endings of a graph's run."""
-CLEAN_FLOOR = 0.1
-"""Share of the span that every clean run earns, and no fallback."""
-FALLBACK_STEP = 0.03
-"""Share of the span between the lowest rewards of two neighbouring levels."""
-FALLBACK_SPAN = 0.02
-"""Share of the span within one level; below FALLBACK_STEP, so that levels do not touch."""
+CLEAN_FLOOR, FALLBACK_STEP, FALLBACK_SPAN = 0.1, 0.03, 0.02
+"""Shares of the span: what every clean run earns, and no fallback; between the lowest rewards of
+two neighbouring levels; within one level, which is less, so that levels do not touch."""
 FORM_WORTH = {WrittenForm.HYBRID: 1.0, WrittenForm.REPAIRED: 0.75, WrittenForm.CODE: 0.5}
 REFUSAL_COST, MOST_REFUSALS = 0.1, 9
 """More refusals cost no more: there is always something left to lose by writing nothing."""
 MAX_PROBLEM, MAX_ANSWER, MAX_TEXT, MAX_REASON = 2_000, 500, 200_000, 2_000
 """Characters that a record keeps."""
-_TOLD = 400
-"""Characters of an answer or a reason that the policy is shown."""
-_TOLD_REFUSALS = 8
+_TOLD, _TOLD_REFUSALS = 400, 8
+"""Characters of an answer or a reason, and refusals, that the policy is shown."""
 _MAX_KEEP = 200
 _FENCE = re.compile(r"^```\w*\s*|\s*```$")
 _STAND_IN = {
@@ -253,8 +234,6 @@ _ASK = (
 _BLAMELESS = frozenset(failure.value for failure in ModelFailure) - {ModelFailure.REFUSED.value}
 """Failures of a model that no workflow can be blamed for. What is refused may be too long."""
 _MARKS = {"data": ">", "carried": "~", "decides": "?"}
-_ROUNDS = 6
-"""Of colour refinement: graphs are a few calls deep."""
 
 
 def structure_of(graph: Graph) -> str:
@@ -265,45 +244,25 @@ def structure_of(graph: Graph) -> str:
     is 'feeds', `~` 'feeds in its next turn', `?` 'decides about'. Empty for a graph without calls.
     """
     flow = graph.flow
-    order = _order(flow)
-    place = {PROBLEM: -1, ANSWER: len(order)} | {number: at for at, number in enumerate(order)}
+    depths, most = dict.fromkeys(range(len(flow.nodes)), 0), len(flow.nodes)
+    forward = [e for e in flow.edges if e.source >= 0 and e.target >= 0 and e.kind != "carried"]
+    for _ in flow.nodes:
+        for edge in forward:
+            deeper = max(depths[edge.target], depths[edge.source] + 1)
+            depths[edge.target] = min(most, deeper)
+    order = sorted(
+        flow.nodes, key=lambda n: (depths[n.number], n.operator or MODEL, len(n.loops), n.number)
+    )
+    place = {PROBLEM: -1, ANSWER: len(order)} | {node.number: at for at, node in enumerate(order)}
     shown = {-1: "P", len(order): "A"}
     loops: dict[Any, str] = {}
     calls = []
-    for node in map(flow.nodes.__getitem__, order):
+    for node in order:
         around = [loops.setdefault(loop, str(len(loops) + 1)) for loop in node.loops]
         calls.append((node.operator or MODEL) + (f"[{'.'.join(around)}]" if around else ""))
     edges = sorted((place[e.source], place[e.target], _MARKS[e.kind]) for e in flow.edges)
     drawn = [f"{shown.get(a, a)}{mark}{shown.get(b, b)}" for a, b, mark in edges]
     return f"{' '.join(calls)} | {' '.join(drawn)}" if calls else ""
-
-
-def _order(flow: Flow) -> list[int]:
-    """The nodes in an order that their own surroundings decide, not the source's lines.
-
-    Nodes that a few rounds of colour refinement (Weisfeiler and Leman) cannot tell apart keep
-    the order of the source.
-    """
-    numbers = range(len(flow.nodes))
-    names = {node.number: f"{node.operator or MODEL}/{len(node.loops)}" for node in flow.nodes}
-    colours = {**names, PROBLEM: "P", ANSWER: "A"}
-    for _ in numbers[:_ROUNDS]:
-        around: dict[int, list[str]] = {number: [] for number in colours}
-        for edge in flow.edges:
-            around[edge.target].append(f"in {edge.kind} {colours[edge.source]}")
-            around[edge.source].append(f"out {edge.kind} {colours[edge.target]}")
-        colours = {
-            number: hashlib.sha256("|".join([colour, *sorted(around[number])]).encode()).hexdigest()
-            for number, colour in colours.items()
-        }
-    depths, most = dict.fromkeys(numbers, 0), len(numbers)
-    inner = [edge for edge in flow.edges if edge.source >= 0 and edge.target >= 0]
-    for _ in numbers:
-        for edge in inner:
-            if edge.kind != "carried":
-                deeper = max(depths[edge.target], depths[edge.source] + 1)
-                depths[edge.target] = min(most, deeper)
-    return sorted(numbers, key=lambda n: (depths[n], names[n], colours[n], n))
 
 
 def operators_of(graph: Graph | None) -> dict[str, int]:
@@ -350,17 +309,14 @@ class TurnResult:
         if self.executed.level is Level.CLEAN and run.ok:
             tokens = "" if self.usage.tokens is None else f" of {self.usage.tokens} tokens"
             calls = f"{self.model_calls} model call{'' if self.model_calls == 1 else 's'}"
-            lines = [
-                f"Your workflow ran and answered:\n{_cut(run.text)}",
-                f"It made {calls}{tokens}.",
-            ]
-            return "\n".join([*lines, _ASK])
+            answered = f"Your workflow ran and answered:\n{_cut(run.text)}"
+            return f"{answered}\nIt made {calls}{tokens}.\n{_ASK}"
         lines = [f"Your workflow failed: {_cut(self.executed.attempts[0].why)}"]
         if refusals:
             lines = ["Your workflow was refused before it ran:"]
             lines += [f"- {_cut(str(item))}" for item in refusals[:_TOLD_REFUSALS]]
-            if len(refusals) > _TOLD_REFUSALS:
-                lines.append(f"- and {len(refusals) - _TOLD_REFUSALS} more")
+        if len(refusals) > _TOLD_REFUSALS:
+            lines.append(f"- and {len(refusals) - _TOLD_REFUSALS} more")
         ending = "and gave no answer either."
         if run.ok:
             ending = f"and answered, which earns you next to nothing:\n{_cut(run.text)}"
@@ -396,7 +352,6 @@ def writer_reward(
     Args:
         score: of the delivered answer, in [0, 1].
         usage: of the executor and the other frozen models.
-        level: which workflow gave the answer.
         form: how the workflow was read; None where nothing could be read.
         answer_form: a regular expression that a well-formed answer contains.
 
@@ -417,7 +372,9 @@ def writer_reward(
 
 
 def writing_form(form: WrittenForm | None, refusals: Sequence[Refusal] = ()) -> float:
-    """How well the policy kept to the form, in [0, 1]: the table in this module's description."""
+    """How well the policy kept to the form, in [0, 1]: hybrid 1, repaired 0.75, code alone 0.5,
+    unreadable 0; less a tenth of that for each refusal, at most nine, which code that is no Python
+    counts as."""
     kinds = {refusal.kind for refusal in refusals}
     broken = RefusalKind.SYNTAX in kinds or RefusalKind.UNREADABLE in kinds
     count = MOST_REFUSALS if broken else min(len(refusals), MOST_REFUSALS)
@@ -440,7 +397,6 @@ class WriterRun:
 
     @property
     def last(self) -> TurnResult:
-        """The workflow that counts."""
         return self.results[-1]
 
     @property
@@ -461,17 +417,15 @@ class WriterRun:
 
     @property
     def level(self) -> Level:
-        """Which workflow gave the answer."""
         return self.last.executed.level
 
     @property
     def answer(self) -> Any:
-        """What the workflow returned; None where none gave an answer."""
+        """What the workflow returned; None where none gave an answer. `text`: the same as text."""
         return self.last.executed.run.answer
 
     @property
     def text(self) -> str:
-        """The answer as text."""
         return self.last.executed.run.text
 
     def reward(self, score: float, benchmark: str | None = None) -> FivePart:
@@ -502,8 +456,7 @@ def raise_if_models_failed(result: TurnResult) -> None:
     """Raises ExecutorFailed where the frozen models are to blame for a run without a clean end:
     none of their calls was answered, or one failed in an attempt that came to nothing."""
     executed = result.executed
-    answered = sum(attempt.run.model_calls for attempt in executed.attempts)
-    if result.model_calls and not answered:
+    if result.model_calls and not sum(attempt.run.model_calls for attempt in executed.attempts):
         kinds = {kind for attempt in executed.attempts for kind in attempt.run.failures}
         why = ", ".join(sorted(kinds)) or "no answer in time"
         raise ExecutorFailed(f"no call of the executor was answered: {why}; {executed.why}")

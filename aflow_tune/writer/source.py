@@ -8,7 +8,7 @@ the flow of the graph (`aflow_tune.graph.flow`). Nothing is refused here.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from aflow_tune.graph import inside
@@ -46,16 +46,15 @@ class Source:
         )
         self._read(shape.tree, None)
         self.imports_all = "*" in self.bound[shape.tree]
+        # By scope and name: where it gets a value, where it is read, what of Python's it is
+        # (`json.loads`), the functions of the graph that it is.
         self.stores: dict[tuple[Scope | None, str], list[ast.AST]] = {}
-        """Where a name gets a value, imports and definitions apart."""
         self.loads: dict[tuple[Scope | None, str], list[ast.Name]] = {}
         self.imported: dict[tuple[Scope | None, str], str] = {}
-        """Names of Python's modules and of what they hold: `json`, `json.loads`."""
         self.defined: dict[tuple[Scope | None, str], list[Function]] = {}
+        # By attribute what is assigned; None where that is no plain assignment.
         self.set_on_self: dict[str, list[ast.expr | None]] = {}
-        """By attribute what is assigned; None where that is no plain assignment."""
-        self.built: dict[tuple[int, int], ast.Call] = {}
-        """Where operators are built."""
+        self.built: dict[tuple[int, int], ast.Call] = {}  # where operators are built
         for node in self.nodes:
             self._note(node)
         for member in shape.workflow.body if shape.workflow is not None else ():
@@ -66,8 +65,6 @@ class Source:
             for place in shape.operators
             if (place.line, place.column) in self.built
         }
-        """Of each operator instance."""
-        self._results: dict[tuple[Any, str, int], frozenset[str]] = {}
 
     def _read(self, scope: Scope, around: Scope | None) -> None:
         """Find the names that a scope binds, and those of the scopes in it."""
@@ -216,38 +213,9 @@ class Source:
         if isinstance(node, ast.Await):
             found = frozenset(name for _, name in self.handles(node.value))
             return found if found <= set(self.operators) else frozenset()
-        if not depth or not isinstance(node, ast.Name) or node not in self.scope_of:
-            return frozenset()
-        key = (self.owner(node), node.id, depth)
-        if key not in self._results:
-            put_in = []
-            for store in self.stores_of(node):
-                value, around = self.value_of(store), self.parent.get(store)
-                if isinstance(around, (ast.For, ast.comprehension)):
-                    put_in.append(self._items(around.iter, depth - 1))
-                else:
-                    put_in.append(frozenset() if value is None else self.results(value, depth - 1))
-            self._results[key] = _all_or_none(put_in)
-        return self._results[key]
-
-    def _items(self, node: ast.expr, depth: int) -> frozenset[str]:
-        """`results` of the items of a list: of a comprehension, or of what was gathered of one."""
-        if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
-            return self.results(node.elt, depth)
-        if isinstance(node, ast.Await) and isinstance(node.value, ast.Call):
-            given = node.value.args
-            starred = len(given) == 1 and isinstance(given[0], ast.Starred)
-            inner = given[0].value if starred else None  # type: ignore[attr-defined]
-            if isinstance(inner, (ast.ListComp, ast.GeneratorExp)):
-                return self.results(ast.Await(inner.elt), depth)
         values = self.values(node) if depth and isinstance(node, ast.Name) else None
-        return _all_or_none(self._items(item, depth - 1) for item in values or ())
-
-
-def _all_or_none(found: Iterable[frozenset[str]]) -> frozenset[str]:
-    """All together; nothing where one is not known."""
-    many = list(found)
-    return frozenset().union(*many) if all(many) else frozenset()
+        all_found = [self.results(value, depth - 1) for value in values or ()]
+        return frozenset().union(*all_found) if all(all_found) else frozenset()
 
 
 def binds(node: ast.AST) -> Iterator[str]:
@@ -267,7 +235,6 @@ def binds(node: ast.AST) -> Iterator[str]:
 
 
 def is_self(node: ast.AST) -> bool:
-    """Whether it is `self`."""
     return isinstance(node, ast.Name) and node.id == "self"
 
 

@@ -76,16 +76,9 @@ TEMPLATES: Mapping[str, Template] = {
 def default_graph(
     problem_type: str, operators: Mapping[str, type[Operator]] = OPERATORS, entry_point: bool = True
 ) -> Graph:
-    """The default workflow of a type of problem, of the allowed operators only.
-
-    Where none of the fixed ones fits them, it is a straight line of what is allowed.
-
-    Args:
-        entry_point: whether the problem, if it is one of code, names the function to write.
-
-    Raises:
-        BadInput: no operator that is allowed can answer a problem.
-    """
+    """The default workflow of a type of problem, of the allowed operators only: a shipped one, else
+    a straight line. `entry_point`: whether a problem of code names the function to write. Raises
+    BadInput: no operator that is allowed can answer a problem."""
     for name in _DEFAULTS[problem_type]:
         template = TEMPLATES[name]
         callable_ = entry_point or not template.graph.shape.needs_entry_point
@@ -136,13 +129,8 @@ def straight_line(
     problem_type: str,
     entry_point: bool,
 ) -> Graph | None:
-    """A graph of some of these operators, each called once at most; None where none can answer.
-
-    Args:
-        named: the operators that it may be made of, in an order of preference.
-        operators: what the names mean; names that are not among them are passed over.
-        entry_point: whether the problem names a function to write.
-    """
+    """A graph of some of the operators `named`, the preferred ones first, each called once at most;
+    None where none can answer. `entry_point`: whether the problem names a function to write."""
     known, ranks = [name for name in named if name in operators], _FIRST.get(problem_type, ())
     # A stable sort: what no rank is known of keeps its order, behind the others.
     known.sort(key=lambda name: ranks.index(name) if name in ranks else len(ranks))

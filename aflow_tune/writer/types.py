@@ -47,13 +47,12 @@ class RefusalKind(StrEnum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """One thing that is wrong with a graph, as a sentence to learn from."""
+    """One thing that is wrong with a graph, as a sentence to learn from: what, and what to write
+    instead. Line and column in the graph code count from 1; 0 where it is not in the code."""
 
     kind: RefusalKind
     message: str
-    """What is wrong, and what to write instead."""
     line: int = 0
-    """In the graph code, from 1, as `column`; 0 where it is not in the code."""
     column: int = 0
 
     def __str__(self) -> str:
@@ -78,16 +77,13 @@ class Refusals:
 
     def at(self, kind: RefusalKind, message: str, line: int, column: int) -> None:
         """Refuse something at a line and column, both from 1."""
-        place = (line, column) if line else (math.inf, message)
+        place = (line, column) if line else (0, message)
         self.by_place.setdefault(place, Refusal(kind, message, line, column))
 
     def in_order(self) -> tuple[Refusal, ...]:
         """Those of the code by place, then the others as they came."""
-        by_place = sorted(
-            self.by_place.items(),
-            key=lambda item: item[0] if item[0][0] < math.inf else (math.inf,),
-        )
-        return tuple(refusal for _, refusal in by_place)[:MAX_REFUSALS]
+        found = sorted(self.by_place.values(), key=lambda one: (one.line or math.inf, one.column))
+        return tuple(found)[:MAX_REFUSALS]
 
 
 @dataclass(frozen=True)
@@ -103,12 +99,9 @@ class Written:
 
 @dataclass(frozen=True)
 class CheckLimits:
-    """What a graph may use at worst, and what one call of a model may.
-
-    `tokens` are prompt and completion together (None, as for `usd`: no limit); `retries` is how
-    often an operator asks again for an answer that it cannot read; prices are the highest among the
-    models that may be called (None: not known).
-    """
+    """What a graph may use at worst, and what one call of a model may. `tokens`: prompt and
+    completion together; `retries`: how often an operator asks again for an answer that it cannot
+    read; prices: the highest among the models. None: no limit, or not known."""
 
     model_calls: int = 20
     tokens: int | None = None
@@ -148,11 +141,8 @@ class Bound:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the check found. A graph that may run has no refusals.
-
-    `written` is None where nothing could be read, `graph` (with its prompts) where its code is no
-    Python, `bound` where the source tells none: the meter of the run stops such a graph.
-    """
+    """What the check found. `written` is None where nothing could be read, `graph` (with its
+    prompts) where its code is no Python, `bound` where the source tells none."""
 
     written: Written | None
     graph: Graph | None
@@ -197,9 +187,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def listed(names: Iterable[str], most: int = 20) -> str:
-    """Names for a message: `a, b and c`."""
+    """Names for a message."""
     all_names = list(names)
     shortened = all_names[:most] + (["..."] if len(all_names) > most else [])
-    if len(shortened) < 2:
-        return "".join(shortened) or "nothing"
-    return f"{', '.join(shortened[:-1])} and {shortened[-1]}"
+    return ", ".join(shortened) or "nothing"

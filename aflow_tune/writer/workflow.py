@@ -71,13 +71,12 @@ TYPE_OF_BENCHMARK: Mapping[str, ProblemType] = {
 class WriterWorkflow:
     """`async def f(task: Dict, model: TrinityChatModel) -> float`: the policy writes, others run.
 
-    Exactly one of `benchmark`, `score` and a row's own field `benchmark` says what an answer is
-    worth; the row's wins over `benchmark`, `score` over both.
+    One of `benchmark`, `score` and a row's own field `benchmark` says what an answer is worth; the
+    row's wins over `benchmark`, `score` over both.
 
     Args:
         executor: an auxiliary model's name, or a role of `clients` or of the configuration's
             `models:`.
-        operators: that a graph may use, by name.
         models: role by operator, for those that do not use the executor.
         problem_type: of rows that do not say it. None: by their benchmark.
         problem: field with the question. None: the benchmark's own text, or the first usual name.
@@ -87,7 +86,7 @@ class WriterWorkflow:
         seconds: for running one graph, fallbacks included.
         limited: roles whose models limit the length of their answers by themselves; to all others
             `check.call_completion_tokens` is given.
-        fallbacks: False: as in `run_written`. For trying graphs out, never for training.
+        fallbacks: as in `run_written`. False for trying graphs out, never for training.
         clients: by role, where no configuration's `models:` answer. They travel without keys.
     """
 
@@ -169,10 +168,7 @@ class WriterWorkflow:
         auxiliary_models: Mapping[str, Any] | None = None,
     ) -> WriterRun:
         """Let the policy write for a problem, and run what it writes; nothing is scored.
-
-        Args:
-            model: the policy, as `aflow_tune.models.as_client` takes it.
-            answer_form: what the policy and, behind the problem, its graph are told about it.
+        `answer_form` is told to the policy and, behind the problem, to its graph.
 
         Raises:
             ModelError: the policy itself did not answer.
@@ -393,12 +389,9 @@ def writer_from_config(
     """The workflow function that a configuration's `writer:` section describes.
 
     Args:
-        settings: the configuration's `models:`.
-        auxiliary: its auxiliary models, by name.
+        settings, auxiliary: the configuration's `models:`, and its auxiliary models by name.
         operators: its `operators:`, loaded; the shipped ones are known besides.
-        score: the function that `section.score` names.
-        test_cases: the file `section.test_cases`, found.
-        prompt: the same for `section.prompt`.
+        score, test_cases, prompt: what the keys of the section name, loaded or found.
         where: from a key of the configuration to its place, for messages.
 
     Raises:
@@ -406,11 +399,13 @@ def writer_from_config(
     """
     known, others = {**OPERATORS, **(operators or {})}, auxiliary or {}
     faults = [
-        *_role_faults(section, settings, others, known),
-        *_value_faults(section, known, score),
-        *_budget_faults(section, settings, others),
+        replace(fault, where=where(fault.where))
+        for fault in (
+            *_role_faults(section, settings, others, known),
+            *_value_faults(section, known, score),
+            *_budget_faults(section, settings, others),
+        )
     ]
-    faults = [replace(fault, where=where(fault.where)) for fault in faults]
     template, cases = None, TestCases()
     if prompt is not None:
         try:
@@ -426,7 +421,6 @@ def writer_from_config(
             faults += error.faults
     if faults:
         raise BadInput("The writer section cannot be used.", faults)
-    roles = _roles(section)
     return WriterWorkflow(
         executor=section.executor or "",
         operators={name: known[name] for name in section.operators or known},
@@ -439,14 +433,14 @@ def writer_from_config(
         test_cases=cases,
         template=template,
         turns=section.turns,
-        check=check_limits(section, settings, others),
+        check=_check_limits(section, settings, others),
         seconds=section.timeout,
         sandbox=sandbox,
-        limited=tuple(r for r in roles if _answer_tokens(r, settings, others) is not None),
+        limited=tuple(r for r in _roles(section) if _answer_tokens(r, settings, others)),
     )
 
 
-def check_limits(
+def _check_limits(
     section: WriterSection, settings: Settings, auxiliary: Mapping[str, AuxiliaryModel]
 ) -> CheckLimits:
     """What a graph may use at worst: the section's limits, and those of the models' calls."""
@@ -455,8 +449,7 @@ def check_limits(
     prompts = [auxiliary[role].prompt_tokens if role in auxiliary else None for role in roles]
     prompt_tokens = max(tokens or usual.call_prompt_tokens for tokens in prompts)
     prices = [_prices(role, settings, prompt_tokens) for role in roles]
-    known = [price for price in prices if price is not None]
-    whole = len(known) == len(prices)
+    dearest = [max(known) if None not in known else None for known in zip(*prices, strict=True)]
     return CheckLimits(
         model_calls=section.max_calls,
         tokens=section.max_tokens,
@@ -464,8 +457,8 @@ def check_limits(
         retries=section.retries,
         call_prompt_tokens=prompt_tokens,
         call_completion_tokens=max(tokens or usual.call_completion_tokens for tokens in answers),
-        usd_per_prompt_token=max(price[0] for price in known) if whole else None,
-        usd_per_completion_token=max(price[1] for price in known) if whole else None,
+        usd_per_prompt_token=dearest[0],
+        usd_per_completion_token=dearest[1],
     )
 
 
@@ -481,16 +474,15 @@ def _answer_tokens(
     return settings[role].max_tokens if role in settings else None
 
 
-def _prices(role: str, settings: Settings, prompt_tokens: int) -> tuple[float, float] | None:
+def _prices(role: str, settings: Settings, prompt_tokens: int) -> tuple[Any, Any]:
     """US dollars for a token of a prompt and of an answer; None where they are not known."""
     model = settings.get(role)
     if model is None or not model.model:
-        return None
+        return None, None
     price = price_of(model.provider, model.base_url, model.model, model.prices)
     if price is None:
-        return None
-    prompt = price.cost(Usage(prompt_tokens, 0)) / prompt_tokens
-    return prompt, price.cost(Usage(0, 1))
+        return None, None
+    return price.cost(Usage(prompt_tokens, 0)) / prompt_tokens, price.cost(Usage(0, 1))
 
 
 def _role_faults(
@@ -504,23 +496,17 @@ def _role_faults(
     named |= {f"writer.models.{name}": role for name, role in section.models.items()}
     there = [role for role in settings if role != POLICY] + list(auxiliary)
     for key, role in named.items():
-        if role == POLICY:
-            expected = "a frozen model: the policy writes workflows, it does not run them"
-            cure = "name a role of `models:` or of `explorer.auxiliary_models`"
-            yield Fault(key, expected, role, cure)
-        elif role in settings and role in auxiliary:
-            found = f"{role}, which is both under `models:` and an auxiliary model"
-            yield Fault(key, "one model of that name", found, "rename one of them")
-        elif role not in there:
-            expected = "a role of `models:`, or the name of an auxiliary model"
+        if role not in there or there.count(role) > 1:
+            expected = "a frozen model: one role of `models:`, or the name of one auxiliary model"
             found = f"{role!r}; there is {', '.join(there) or 'none'}"
-            cure = _near(role, there, f"models: {{{role}: {{model: NAME}}}}")
+            cure = _near(role, there, f"models: {{{role or 'executor'}: {{model: NAME}}}}")
+            cure = "rename one of the two" if role in there else cure
             yield Fault(key, expected, found, cure)
+    allowed = section.operators or operators
     for name in section.models:
-        key, allowed = f"writer.models.{name}", section.operators or operators
         if name not in operators or name not in allowed:
             cure = _near(name, allowed, "remove it, or add it to writer.operators")
-            yield Fault(key, f"one of {', '.join(allowed)}", name, cure)
+            yield Fault(f"writer.models.{name}", f"one of {', '.join(allowed)}", name, cure)
     used = {role: settings[role] for role in named.values() if role in settings and role != POLICY}
     yield from check_models(used)
 
@@ -578,10 +564,9 @@ def _budget_faults(
             expected = f"the most tokens of an answer, from which writer.{limit} is counted"
             yield Fault(f"models.{role}.max_tokens", expected, "nothing", "max_tokens: 1024")
         if limit == "max_usd" and role in auxiliary:
-            expected = f"models with known prices; {role} is an auxiliary model, which has none"
-            found = f"{section.max_usd:g}"
+            expected, found = "models with known prices", f"{role}, an auxiliary model, has none"
             yield Fault("writer.max_usd", expected, found, "use writer.max_tokens instead")
-        elif limit == "max_usd" and model is not None and _prices(role, settings, 1) is None:
+        elif limit == "max_usd" and model is not None and None in _prices(role, settings, 1):
             expected = f"a price of {model.model}, for writer.max_usd"
             cure = "prices: {input: 0.15, output: 0.6}, in US dollars for a million tokens"
             yield Fault(f"models.{role}.prices", expected, "no known price", cure)
