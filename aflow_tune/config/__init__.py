@@ -1,16 +1,17 @@
 """What a YAML says, read, checked and made ready: Trinity's schema, and our own sections.
 
-Importing this settles how Trinity runs where vLLM, or a GPU, is missing. Trinity 0.6.0 imports
-five names of vLLM when `trinity.common.models.mm_utils` loads, for images and videos only; where
-vLLM is not installed a stand-in has them and raises if one is used. requirements/trinity-cpu.txt
-installs vLLM's CPU build and a shim, `trinity_on_cpu`, which lets Trinity's vLLM worker and
-verl's FSDP workers compute on processors (`on_processors`).
+Importing this settles how Trinity runs where vLLM is missing: Trinity 0.6.0 imports five names of
+it for images and videos, for which a stand-in takes its place. requirements/trinity-cpu.txt
+installs vLLM's CPU build and a shim, `trinity_on_cpu`, which lets Trinity's vLLM worker and verl's
+FSDP workers compute on processors (`on_processors`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -70,13 +71,22 @@ def stand_in_for_vllm() -> None:
             setattr(sys.modules[parent], child, module)
 
 
-def on_processors() -> bool:
-    """Whether vLLM and verl would compute on processors here."""
-    if importlib.util.find_spec("trinity_on_cpu") is None:
-        return False
+def cuda_available() -> bool:
+    """`torch.cuda.is_available()`; where there is no driver PyTorch, which takes a second to
+    import, is not asked."""
+    if "torch" not in sys.modules and not Path("/dev/kfd").exists():  # AMD's
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return False
     import torch
 
-    return not torch.cuda.is_available()
+    return torch.cuda.is_available()
+
+
+def on_processors() -> bool:
+    """Whether vLLM and verl would compute on processors here."""
+    return importlib.util.find_spec("trinity_on_cpu") is not None and not cuda_available()
 
 
 stand_in_for_vllm()

@@ -1,12 +1,10 @@
 """Installed versions that are known to break, each with its reason and what to install.
 
-The table is judged on the metadata of what is installed, without importing any of it: several of
-these clashes break the very import. It is used by `aflow-tune doctor`, for every node of a
-cluster, and at the start of every command that needs Trinity, which refuses. `packaging` may be
-missing as well, and is imported where it is used.
+Judged by metadata, as several of these clashes break the very import: by `aflow-tune doctor`, for
+every node of a cluster, and at the start of every command that needs Trinity, which refuses.
 
-How a line was found: 'seen' means that the versions were installed and the failure was seen;
-'read' that it follows from the installed sources or from the package's own requirements.
+In the table 'seen' means that the versions were installed and the failure was seen; 'read' that it
+follows from the installed sources or from the package's own requirements.
 """
 
 from __future__ import annotations
@@ -57,8 +55,7 @@ CLASHES: tuple[Clash, ...] = (
     Clash("verl", ">=0.9.dev0", "0.9 wants transformers below 5.11, Trinity 5.12.1", _VERL),
     # read: trinity/trainer/trainer.py, is_verl_legacy
     Clash("verl", "<0.8", "Trinity runs other code with it, never tried with ours", _VERL),
-    # seen: get_peft_model_state_dict of a layer with its own state dict: 0 tensors with 0.21.0,
-    # 14 with 0.18 to 0.20
+    # seen: get_peft_model_state_dict: 0 tensors with 0.21.0, 14 with 0.18 to 0.20
     Clash("peft", ">=0.21.dev0", "verl gets no tensors of an adapter", "peft>=0.18,<0.21"),
     # read: agentscope 2.0.11 has neither agentscope.model.TrinityChatModel nor the tuner
     Clash("agentscope", ">=2.dev0", "2.0 dropped TrinityChatModel", _AGENTSCOPE),
@@ -103,7 +100,6 @@ NEEDED = ("torch", "ray", "trinity-rft", "transformers", "agentscope", "omegacon
 
 _JUDGED = [name for clash in (*CLASHES, *DOUBTS) for name in (clash.name, *clash.beside)]
 WATCHED: tuple[str, ...] = tuple(dict.fromkeys([*NEEDED, *_JUDGED, "torchvision"]))
-"""Every distribution that a judgement here looks at."""
 
 
 def installed_versions(names: tuple[str, ...] = WATCHED) -> dict[str, str]:
@@ -175,8 +171,7 @@ def refuse_clashes() -> None:
         for one, found in known_clashes(installed)
     ]
     for name in missing(installed):
-        cure = install("aflow-tune")
-        faults.append(Fault(f"the package {name}", "that it is installed", "it is not", cure))
+        faults.append(Fault(f"the package {name}", "installed", "no", install("aflow-tune")))
     for name in hollow(installed):
         cure = package_cure(module_of(name))
         faults.append(Fault(f"the package {name}", "its modules", "its metadata only", cure))
@@ -214,16 +209,15 @@ def _without_metadata(name: str) -> tuple[Clash, str]:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # another node's is not here
         place = shlex.quote(str(getattr(importlib.metadata.distribution(name), "_path", place)))
     wanted = next((clash.cure for clash in CLASHES if clash.name == name), name)
-    reason = "whatever asks for its version fails"
-    cure = f"rm -r {place} && {install(wanted)}"
-    return Clash(name, "", reason, cure), f"{name} with METADATA that cannot be read"
+    clash = Clash(
+        name, "", "what asks for its version fails", f"rm -r {place} && {install(wanted)}"
+    )
+    return clash, f"{name} with METADATA that cannot be read"
 
 
 def _torchvision(installed: Installed) -> tuple[Clash, str] | None:
     """A torchvision that was built for another PyTorch; Trinity needs none on a CPU.
-
-    seen: torchvision 0.29.2 beside torch 2.13.0+cpu: transformers cannot import a model.
-    """
+    seen: torchvision 0.29.2 beside torch 2.13.0+cpu: transformers cannot import a model."""
     torch, vision = installed.get("torch"), installed.get("torchvision")
     if torch is None or vision is None:
         return None
@@ -232,9 +226,8 @@ def _torchvision(installed: Installed) -> tuple[Clash, str] | None:
     unmet = any(not matches(torch, str(specifier)) for specifier in wanted[:1])
     if not unmet and (builds[0] == builds[1] or "cpu" not in builds):
         return None
-    cure = "python -m pip uninstall -y torchvision"
-    if "vllm" in installed:
-        cure = "python -m pip install --force-reinstall torch torchvision"
+    what = "install --force-reinstall torch" if "vllm" in installed else "uninstall -y"
+    cure = f"python -m pip {what} torchvision"
     reason = "it was built for another PyTorch: transformers then cannot import its models"
     return Clash("torchvision", "", reason, cure), f"torchvision {vision} beside torch {torch}"
 
@@ -244,15 +237,7 @@ def requirements_of(name: str) -> list[Requirement]:
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
-        lines = importlib.metadata.requires(name) or []
-    except (importlib.metadata.PackageNotFoundError, OSError, UnicodeDecodeError):
+        found = [Requirement(line) for line in importlib.metadata.requires(name) or []]
+    except (importlib.metadata.PackageNotFoundError, InvalidRequirement, OSError, ValueError):
         return []
-    found = []
-    for line in lines:
-        try:
-            requirement = Requirement(line)
-        except InvalidRequirement:
-            continue
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            found.append(requirement)
-    return found
+    return [one for one in found if one.marker is None or one.marker.evaluate({"extra": ""})]

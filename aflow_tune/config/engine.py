@@ -1,8 +1,7 @@
 """Which engine runs a configuration, on which devices, and what its sampler is told.
 
-Looking is cheap: whether a package is there is asked of the import system, and PyTorch, which
-Trinity's own configuration already needs, is asked for CUDA. How GPUs are found, claimed and
-watched is the room `gpus`'; this module says which, how many and for whom.
+How GPUs are found, claimed and watched is the room `gpus`'; this module says which, how many and
+for whom.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.config import on_processors, vllm_installed
+from aflow_tune.config import cuda_available, on_processors, vllm_installed
 from aflow_tune.config.settings import AflowConfig
 from aflow_tune.engines.local.models import pick_device, pick_dtype
 from aflow_tune.errors import BadInput, Fault
@@ -35,14 +34,9 @@ _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def choose_engine(config: AflowConfig) -> tuple[str, str]:
-    """The engine and the reason for it. A prepared configuration keeps its engine.
+    """The engine ('local' or 'trinity') and the reason; a prepared configuration keeps its own.
 
-    Returns:
-        ('local' or 'trinity', reason in words).
-
-    Raises:
-        BadInput: `engine: trinity` where it cannot run, `engine: local` with a remote service.
-    """
+    Raises BadInput: `engine: trinity` cannot run here, or `engine: local` has a remote service."""
     if config.prepared.engine is not None:
         return config.prepared.engine
     services = ("tinker", "external_model")
@@ -53,10 +47,8 @@ def choose_engine(config: AflowConfig) -> tuple[str, str]:
         return "local", "as configured"
     if remote:
         return "trinity", f"`model.{remote}.enable` is enabled, which samples and trains elsewhere"
-    import torch
-
     missing = []
-    if not torch.cuda.is_available() and not (config.engine == "trinity" and on_processors()):
+    if not cuda_available() and not (config.engine == "trinity" and on_processors()):
         missing.append("no CUDA device")
     if not vllm_installed():
         missing.append("vLLM is not installed")
@@ -77,21 +69,17 @@ def choose_engine(config: AflowConfig) -> tuple[str, str]:
 
 
 def removes_padding() -> bool:
-    """Whether flash-attn's functions that take padding out are there.
-
-    Asked of the module itself: other packages bring a `flash_attn` without it, and one that was
-    built for another PyTorch cannot be imported.
-    """
+    """Whether flash-attn's functions that take padding out are there, which not every package of
+    that name has."""
     try:
         return importlib.util.find_spec("flash_attn.bert_padding") is not None
-    except ImportError:  # of the package `flash_attn`, which this imports
+    except ImportError:  # of `flash_attn`, which this imports
         return False
 
 
 def _refused(config: AflowConfig, found: str, fix: str) -> BadInput:
-    name = f"`engine: {config.engine}`"
-    fault = config.fault("engine", f"what {name} needs", found, fix)
-    return BadInput(f"{name} cannot run this configuration here.", [fault])
+    title = f"`engine: {config.engine}` cannot run this configuration here."
+    return BadInput(title, [config.fault("engine", "what this engine needs", found, fix)])
 
 
 def give_engine_settings(config: AflowConfig) -> None:
@@ -133,10 +121,7 @@ def sampling_speed(before: dict[str, float], after: dict[str, float]) -> dict[st
 
 def check_devices(config: AflowConfig, engine: str | None = None) -> Iterable[Fault]:
     """What is wrong with `physical_gpus` and `protected_pids`, whatever machine they meet.
-
-    Args:
-        engine: the one that was chosen, where `config.engine` does not say it yet.
-    """
+    `engine`: the one that was chosen, where `config.engine` does not say it yet."""
     where = config.positions.where
     yield from wanted_faults(config.physical_gpus, where(_KEY))
     yield from pid_faults(config.protected_pids, where("protected_pids"))
@@ -159,14 +144,10 @@ def check_devices(config: AflowConfig, engine: str | None = None) -> Iterable[Fa
 
 @contextlib.contextmanager
 def own_devices(config: AflowConfig, say: Callable[[str], None] = print) -> Iterator[None]:
-    """Claim the devices that `physical_gpus` asks for and hide all others, for the block.
+    """Claim the devices that `physical_gpus` asks for and hide all others, for the block; without
+    the setting nothing is claimed or hidden. To be entered before anything looks for CUDA.
 
-    Without the setting nothing is claimed and nothing is hidden. To be entered before anything
-    else may look for CUDA.
-
-    Raises:
-        BadInput: the settings are wrong, or there are not so many free devices.
-    """
+    Raises BadInput: the settings are wrong, or there are not so many free devices."""
     if config.physical_gpus is None:
         yield
         return

@@ -1,9 +1,8 @@
 """From settings as written to settings that can be used: `prepare`, for whatever purpose.
 
 In this order: choose the engine, hold the settings against the rules of the purpose, fill in what
-was left out, run Trinity's validators, compare before and after. For the local engine our
-validators take the place of those of Trinity's that speak of GPUs, Ray clusters and verl; the
-others run as they are. Nothing is started here.
+was left out, run Trinity's validators (for the local engine without those about GPUs, Ray clusters
+and verl), compare before and after. Nothing is started here.
 """
 
 from __future__ import annotations
@@ -60,10 +59,9 @@ def prepare(
     """Make `config` ready for a purpose, in place. Idempotent: a second call changes nothing.
 
     Args:
-        purpose: what it is made ready for; CHECK and ESTIMATE leave nothing behind on the disk,
-            ask no cluster and fetch nothing.
-        workflow, judge: the functions, where they are known: a source bounds how many calls a
-            rollout makes, and says which fields it reads of a row.
+        purpose: CHECK and ESTIMATE leave nothing on the disk, ask no cluster and fetch nothing.
+        workflow, judge: the functions, where they are known: their source bounds the calls of a
+            rollout, and says which fields of a row they read.
         local_model: whether the configured model is going to be loaded; False where the policy
             is behind an endpoint.
         faults: what was found wrong before, to be told together.
@@ -139,14 +137,10 @@ def _take_out(config: AflowConfig, purpose: Purpose) -> None:
 
 
 def adapt(config: AflowConfig, reasons: dict[str, str]) -> None:
-    """Settings that every workflow function needs on either engine.
+    """Settings that every workflow function needs on either engine. A key that the user set is
+    changed only if it cannot mean anything here. `reasons`: those that no table has.
 
-    A key that the user set is changed only if it cannot mean anything here. `reasons`: those of
-    changes for which the table's own would not fit.
-
-    Raises:
-        BadInput: temperatures of training task sets contradict each other.
-    """
+    Raises BadInput: temperatures of training task sets contradict each other."""
     given, model = config.positions.given, config.explorer.rollout_model
     model.enable_history = True
     model.enable_openai_api = True
@@ -254,11 +248,8 @@ def adapt_local(config: AflowConfig, reasons: dict[str, str]) -> None:
 
 
 def adapt_cluster(config: AflowConfig, reasons: dict[str, str], *, fetch: bool) -> None:
-    """Settings of Trinity's vLLM and verl that only have one value that works.
-
-    Args:
-        fetch: a model with a name of ours may be fetched now, if this machine has it not.
-    """
+    """Settings of Trinity's vLLM and verl that only have one value that works. `fetch`: a model
+    with a name of ours may be fetched now."""
     if config.model.tinker.enable:
         return
     for model in (config.model, *config.explorer.auxiliary_models):
@@ -279,11 +270,8 @@ def adapt_cluster(config: AflowConfig, reasons: dict[str, str], *, fetch: bool) 
 
 
 def _attending_without_flash_attn(overrides: dict[str, Any]) -> dict[str, Any]:
-    """verl's settings with PyTorch's own attention, unless they name another.
-
-    In the layout that they use: verl's flat one, or its older one below `actor_rollout_ref`, where
-    a `model` wins (trinity/trainer/verl/config.py `_normalize_trainer_config`).
-    """
+    """verl's settings with PyTorch's own attention, unless they name another; in verl's flat layout
+    or in its older one below `actor_rollout_ref`, where a `model` wins."""
     older = overrides.get("actor_rollout_ref")
     if isinstance(older, dict) and ("model" in older or "model" not in overrides):
         return {**overrides, "actor_rollout_ref": _attending_without_flash_attn(older)}
@@ -293,10 +281,8 @@ def _attending_without_flash_attn(overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 class LocalExplorerValidator(upstream.ExplorerConfigValidator):
-    """Trinity's, without the adapter that it would load the whole model to write.
-
-    Nor with its limit of one runner a task of a batch: its runners are processes, ours slots.
-    """
+    """Trinity's, without the adapter that it would load the whole model to write, nor its limit of
+    one runner a task of a batch: its runners are processes, ours slots."""
 
     def validate(self, config: Config) -> None:
         runners = config.explorer.runner_per_model
@@ -308,8 +294,7 @@ class LocalExplorerValidator(upstream.ExplorerConfigValidator):
 
 
 class ModeKeepingValidator(upstream.RayClusterConfigValidator):
-    """Trinity's, which makes `colocate` of every mode on a single GPU, even of those that use it
-    alone: a data set would then be taken for a queue."""
+    """Trinity's makes `colocate` of every mode on a single GPU, even of those that use it alone."""
 
     def _set_cluster_info(self, config: Config) -> None:
         mode, cluster = config.mode, config.cluster
@@ -424,11 +409,8 @@ def _run_validator(validator: Callable[[AflowConfig], None], config: AflowConfig
 
 @contextlib.contextmanager
 def _leaving_no_trace(config: AflowConfig) -> Iterator[None]:
-    """Trinity's validators make the run's folders, which checking must not leave behind.
-
-    They also import Trinity's selectors, and `datasets` with them, which takes a second, only to
-    ask whether the name of one is known: a rule has asked that before.
-    """
+    """Take away the folders that Trinity's validators make, and keep them from importing Trinity's
+    selectors, and `datasets` with them, for a second: a rule has asked for the names before."""
     folder, name = chain_folder(config), "trinity.buffer.selector"
     own = [folder / "monitor", folder / "buffer", folder, *folder.parents]
     there = [path for path in own if path.exists()]

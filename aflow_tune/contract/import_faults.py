@@ -37,8 +37,6 @@ def import_fault(spec: str, error: BaseException) -> Fault:
         fix = f"install the package that provides `{error.name}`, or correct the name"
     elif isinstance(error, ImportError) and error.path:
         fix = f"that module is {error.path}; correct the name, or rename a file of yours"
-    elif isinstance(error, SystemExit):
-        fix = 'put what starts the script under `if __name__ == "__main__":`'
     return Fault(where, f"{spec} to be importable", found + (f" at `{line}`" * bool(line)), fix)
 
 
@@ -74,9 +72,6 @@ def _being_imported(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     modules = [frame.filename for frame in frames if frame.name == "<module>"]
     if isinstance(error, SyntaxError):
-        statement = re.match(r"(?:from|import) (\w+)", (frames[-1].line or "") if frames else "")
-        if not error.filename and statement:  # bytes that are no text at all
-            return statement[1]
         modules.append(error.filename or "")
     for place in [Path(sysconfig.get_path(key)) for key in ("purelib", "platlib")]:
         if modules and Path(modules[-1]).is_relative_to(place):
