@@ -97,6 +97,11 @@ class AflowConfig(Config, AflowSections):
         return self.prepared.warnings
 
     @property
+    def command(self) -> dict[str, Any] | None:
+        """What starts this run again; None for a call of `tune()`."""
+        return self.prepared.command
+
+    @property
     def account_folder(self) -> str:
         """The folder with the account of this run: its own, or that of its whole chain."""
         return str(self.prepared.account_folder or self.checkpoint_job_dir)

@@ -1,9 +1,8 @@
 """Everything that `aflow-tune validate CONFIG` does: check, start nothing, fetch nothing.
 
-Settings, functions and data are checked one after the other, and what one finds does not keep
-the others from being looked at; only settings that could not be read stop the questions that
-need them. The report holds faults (the command would refuse to run), warnings, and what would
-be changed. Here the functions are found that a configuration names, too.
+Settings, functions and data are checked one after the other, whatever one finds; only settings that
+could not be read stop the questions that need them. Here the functions are found that a
+configuration names, too.
 """
 
 from __future__ import annotations
@@ -67,10 +66,7 @@ class ValidationReport:
 
 
 def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationReport:
-    """Check a configuration, its functions and its data sets.
-
-    Never raises for a bad input: what is wrong is in the report's faults.
-    """
+    """Check a configuration, its functions and its data sets; what is wrong is in the faults."""
     report = ValidationReport(str(path))
     with _collected(report.faults):
         report.config, faults = read_config(path, overrides)
@@ -115,11 +111,8 @@ def check_part(
     *,
     settings: bool = True,
 ) -> ValidationReport:
-    """Check a single run or one stage of a chain, without its functions. Starts nothing.
-
-    Args:
-        settings: whether the settings were read without a fault and can be looked at.
-    """
+    """Check a single run or one stage of a chain, without its functions. `settings`: whether these
+    were read without a fault and can be looked at."""
     report = ValidationReport(str(path), config)
     if settings:
         with _collected(report.faults):
@@ -150,11 +143,7 @@ def functions_of(config: AflowConfig) -> tuple[Function | None, Function | None]
 def resolve_functions(config: AflowConfig) -> tuple[Function, Function | None]:
     """The functions that `workflow:` (or `graph:`, or `writer:`) and `judge:` name.
 
-    A path is relative to here or `config.positions.base`.
-
-    Raises:
-        BadInput: no workflow is named, or a name leads to no function, or a graph is faulty.
-    """
+    Raises BadInput: no workflow is named, or a name leads to no function, or a graph is faulty."""
     ways = {
         "workflow": config.workflow,
         "graph.path": config.graph.path,
@@ -198,13 +187,9 @@ def check_run_prompts(config: AflowConfig) -> None:
 def prepare_harvest(config: AflowConfig) -> tuple[Any, Path]:
     """Prepare for a harvest outside of a run.
 
-    Returns:
-        The `WriterWorkflow` that the configuration describes, and the folder of the harvest below
-        the run folder, which is not made.
+    Returns the configuration's `WriterWorkflow`, and the folder of the harvest, which is not made.
 
-    Raises:
-        BadInput: with every fault of the sections, the task sets and the models.
-    """
+    Raises BadInput: with every fault of the sections, the task sets and the models."""
     workflow, faults = None, list[Fault]()
     with _collected(faults):
         if config.writer.executor:

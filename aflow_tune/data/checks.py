@@ -1,8 +1,4 @@
-"""Checks of the data itself: readable rows, fields that the workflow reads, leaks.
-
-Takes tables that were read (`rows.py`) and fields that a function reads (`fields.py`); where
-the files are is decided by the caller, and what makes two items the same by `leaks.py`.
-"""
+"""Checks of the data itself: readable rows, fields that the workflow reads, leaks."""
 
 from __future__ import annotations
 
@@ -22,10 +18,8 @@ FIRST_ROWS = 100
 """Rows in which the workflow's fields are looked for."""
 _EXAMPLES = 3
 
-NEAR_ROWS = 20_000
 NEAR_CHARACTERS = 8_000_000
-"""Data sets with more rows or more text are not looked through for near-duplicates, which would
-take more than a second or two: `aflow-tune data check` does it."""
+"""Data with more text is not looked through for near-duplicates, which would take seconds."""
 
 
 @dataclass
@@ -77,9 +71,8 @@ def check_rows(table: Table) -> Findings:
 def check_fields(reads: Sequence[FieldRead], *tables: Table) -> Findings:
     """Fields that the workflow reads but the first rows do not have.
 
-    Of several reads of a field the first one counts. Where there are several tables, or rows of
-    several sources, a function may read a field of one of them only: what another one never has
-    is a warning.
+    Of several reads of a field the first one counts. Of several tables or sources a function may
+    read a field of one only: what another one never has is a warning.
     """
     found = Findings()
     parts = [part for table in tables for part in _by_source(table)]
@@ -88,24 +81,15 @@ def check_fields(reads: Sequence[FieldRead], *tables: Table) -> Findings:
         first.setdefault(read.name, read)
     for name, read in first.items():
         without = [part for part in parts if not any(name in row for row in part.rows)]
-        lacking = [
-            place
-            for part in parts
-            for row, place in zip(part.rows, part.places, strict=True)
-            if name not in row
-        ]
-        rows = [row for part in without for row in part.rows]
-        columns = list(dict.fromkeys(column for row in rows for column in row))
-        close = difflib.get_close_matches(name, columns, n=1, cutoff=0.7)
+        pairs = [pair for part in parts for pair in zip(part.rows, part.places, strict=True)]
+        lacking = [(row, place) for row, place in pairs if name not in row]
+        columns = dict.fromkeys(column for row, _ in lacking for column in row)
+        close = difflib.get_close_matches(name, columns, n=1, cutoff=0.7) if without else []
         names = ", ".join(part.source for part in without or parts)
-        if len(without) < len(parts) and without:
-            text = f"{read.where}: no row of {names} has the field {name!r}, others have it"
-            found.warnings.append(text)
-        elif without and read.tolerant and not close:
+        if without and (len(without) < len(parts) or (read.tolerant and not close)):
             found.warnings.append(f"{read.where}: no row of {names} has the field {name!r}")
         elif without or (lacking and not read.tolerant):
-            told = f"no such field in {lacking[0]} ({len(lacking)} of the first rows)"
-            told = f"{', '.join(map(repr, columns))} in {lacking[0]}" if without else told
+            told = f"{', '.join(map(repr, lacking[0][0]))} in {lacking[0][1]}"
             fix = f"add {name!r} to the data, or read a field that is there"
             fix = f"task[{close[0]!r}]" if close else fix
             expected = f"a field {name!r} in every row of {names}"
@@ -129,14 +113,12 @@ def _by_source(table: Table) -> list[Table]:
 
 
 def check_overlap(training: Sequence[Table], held_out: Sequence[Table]) -> Findings:
-    """Held-out items whose input stands in the training data, and repeated held-out items.
-
-    Equal ones are a fault; near-duplicates and repeated ones are warnings.
-    """
+    """Held-out items whose input stands in the training data, which is a fault; nearly the same
+    and repeated ones are warnings."""
     found = Findings()
     rows = [row for table in (*training, *held_out) for row in table.rows]
     lengths = itertools.accumulate(sum(len(str(value)) for value in row.values()) for row in rows)
-    near = len(rows) <= NEAR_ROWS and all(length <= NEAR_CHARACTERS for length in lengths)
+    near = all(length <= NEAR_CHARACTERS for length in lengths)
     if not near and training and held_out:
         found.warnings.append(
             "the data is too large to be looked through for near-duplicates here: run "
@@ -174,10 +156,8 @@ def _described(leaks: Leaks, *, exact: bool) -> str:
 
 
 def source_of(row: Mapping[str, Any]) -> str | None:
-    """The source of a row in the form that `aflow-tune data prepare` writes: with a benchmark.
-
-    Other data may have a column of that name for something else, such as an address.
-    """
+    """The source of a row that `aflow-tune data prepare` wrote: with a benchmark. Other data may
+    have a column of that name for something else."""
     source = row.get("source")
     return source if isinstance(source, str) and isinstance(row.get("benchmark"), str) else None
 

@@ -2,11 +2,8 @@
 
 Every split takes from each source its share of the rows, by largest remainder. Rows whose
 inputs are equal count once, over all sources. The test rows are drawn first; a row that leaks
-(`leaks.py`) out of the test split is not used for validation, nor one that leaks out of either
-for training: another row takes its place, and the report counts it. What is written has no
-leak, by the same check as `aflow-tune data check`.
-
-Where the rows come from is left to the caller.
+(`leaks.py`) out of a split drawn before is replaced by another one. What is written has no leak,
+by the same check as `aflow-tune data check`.
 """
 
 from __future__ import annotations
@@ -70,7 +67,7 @@ def draw(
         sizes: rows of each of `SPLITS`.
 
     Raises:
-        BadInput: a source has too few rows; it says how many there are.
+        BadInput: a source has too few rows.
     """
     seen: set[bytes] = set()
     pools: dict[str, list[Row]] = {}
@@ -100,21 +97,15 @@ def draw(
             if not bad:
                 break
     faults = []
-    for source in sources if short else []:
-        name, needed = source.name, sum(quotas[split][source.name] for split in SPLITS)
+    for name in pools if short else ():
+        needed = sum(quotas[split][name] for split in SPLITS)
         free = usable[name] - leaking[name]
         if needed > free:
             fits = Fraction(free, needed)
             fewer = " ".join(f"--{split} {int(sizes[split] * fits)}" for split in SPLITS)
-            faults.append(
-                Fault(
-                    f"--source {name}" + (f"={source.origin}" if source.origin else ""),
-                    f"{needed} rows, as its share of all splits",
-                    f"{len(source.rows)} rows: {usable[name]} different ones, {leaking[name]} of "
-                    "these nearly the same as held-out ones",
-                    f"{fewer}, a smaller --ratio for it, or more rows",
-                )
-            )
+            found = f"{usable[name]} different ones, {leaking[name]} of them near to held-out ones"
+            fix = f"{fewer}, a smaller --ratio for it, or more rows"
+            faults.append(Fault(f"--source {name}", f"{needed} rows", found, fix))
     if short:
         raise BadInput("There are too few rows.", faults)
     for split, rows in chosen.items():
@@ -144,13 +135,9 @@ def write_splits(
     *,
     force: bool = False,
 ) -> list[Path]:
-    """Write a `SPLIT.jsonl` for each split that has rows, and `manifest.json`; returns them.
+    """Write a `SPLIT.jsonl` for each split that has rows, and last `manifest.json`; returns them.
 
-    Each file appears whole or not at all, the manifest last.
-
-    Raises:
-        BadInput: files are there already and `force` is not set, or nothing can be written.
-    """
+    Raises BadInput: files are there already and `force` is not set, or nothing can be written."""
     written = {split: b"".join(map(as_line, rows)) for split, rows in drawn.splits.items()}
     content = {f"{split}.jsonl": text for split, text in written.items() if text}
     manifest = {

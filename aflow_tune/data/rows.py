@@ -1,9 +1,8 @@
 """Rows of a data file, with the line of every fault.
 
-Reads what Hugging Face `datasets` reads from the same file (JSON, JSON lines, CSV, Parquet,
-Arrow, text, and gzip of the first three) without importing it, and leaves every row as it is:
-rows may differ in their columns. For checking, a long file is read up to a row limit and a
-deadline, and the rest is only counted.
+Reads what Hugging Face `datasets` reads from the same file without importing it, and leaves every
+row as it is. For checking, a long file is read up to a row limit and a deadline, and the rest is
+only counted.
 """
 
 from __future__ import annotations

@@ -124,9 +124,7 @@ class Run:
                 self._rewind()
             else:
                 print(f"run folder: {self.run_dir}")
-            self.state = new_state(
-                self.target, self.start, fingerprint, self.config.prepared.command
-            )
+            self.state = new_state(self.target, self.start, fingerprint, self.config.command)
             write_state(self.run_dir, self.state)
             try:
                 save_resolved(self.config, self.changes, self.run_dir / "resolved.yaml")

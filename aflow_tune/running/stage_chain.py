@@ -204,11 +204,7 @@ class _Chain:
         """Write `chain.json`; unless it `must`, a full disk costs a warning, so that why the stage
         failed is told."""
         stages = [asdict(state) for state in self.states]
-        content = {
-            "stages": stages,
-            "command": self.config.prepared.command,
-            "host": socket.gethostname(),
-        }
+        content = {"stages": stages, "command": self.config.command, "host": socket.gethostname()}
         try:
             write_json(self.folder / CHAIN_FILE, content)
         except OSError as problem:
