@@ -47,47 +47,39 @@ READ_FROM = "# read from: "
 """In a saved configuration, before the file (as JSON) that its relative paths may go out from."""
 
 _LOCAL_WHY = {
-    "explorer.concurrent_mode": "rollouts of one task go on side by side",
-    "explorer.rollout_model.*": "the local engine samples in one process",
     "local.dtype": "`deterministic: true` computes in fp32",
     "synchronizer.*": "the local engine rolls out, trains and synchronises in turn, in memory",
+    "explorer.runner_per_model": "tasks at once: slots of one process",
     "trainer.save_interval": "so that an interrupted run loses at most a tenth of its steps",
     "trainer.max_checkpoints_to_keep": "full weights are large; the newest and the best are enough",
     "data_processor.experience_pipeline.save_input": "a copy of every experience is not kept",
     "algorithm.sample_strategy": "trains on whole steps, however many calls their rollouts made",
+    "explorer.eval_interval": "would never be reached in this run",
 }
-"""Reasons that hold for the local engine; looked up after `_ANY_WHY`, before `_WHY`."""
+"""Reasons that hold for the local engine only."""
 
-_ANY_WHY = {
-    "explorer.rollout_model.enable_history": "needed: only recorded calls can be trained",
-    "explorer.rollout_model.enable_openai_api": "needed: workflow functions call this API",
-    "explorer.rollout_model.*tool*": "lets agents use tools",
-}
 _WHY = {
-    "synchronizer.sync_method": "the only one that Trinity has for this mode or for LoRA",
+    "synchronizer.sync_method": "the only one that works in this mode or with LoRA",
     "synchronizer.sync_interval": "synchronised when saved",
-    "engine": "chosen for this machine",
     "mode": "chosen for this machine",
     "name": "the folder of that name is in use and `continue_from_checkpoint` is false",
     "checkpoint_root_dir": "made absolute: workers start elsewhere",
     "*model_path": "made absolute: workers start elsewhere",
+    "explorer.rollout_model.enable_*": "calls of your function are served and recorded with this",
     "*.default*_workflow_type": "runs your workflow function",
-    "explorer.rollout_model.gpu_memory_utilization": "the trainer shares the GPU",
     "explorer.runner_per_model": "no more runners than tasks of a batch",
     "explorer.eval_interval": "evaluated as often as weights are synchronised",
     "explorer.max_timeout": "longer than `rollout.run_timeout`, which is the limit that counts",
     "rollout.run_timeout": "no longer than `explorer.max_timeout`",
     "monitor.monitor_type": "writes TensorBoard and the metrics.jsonl of the live panel",
-    "data_processor.experience_pipeline.operators*": "takes failed rollouts out before training",
+    "data_processor.experience_pipeline.operators*": "drops failed rollouts",
     "algorithm.*": "the default of this algorithm",
-    "model.m*": "prompt and response share `max_model_len`",
+    "model.max_*": "prompt and response share `max_model_len`",
     "model.temperature": "that of the task set, which is what is sampled with",
     "buffer.train_batch_size": "batch_size x repeat_times",
     "buffer.explorer_input.*tasksets.*.path": "made absolute, or a folder as Trinity needs it",
     "buffer.explorer_input.*tasksets.*.s[pu]*": "a single file is one split, named train",
-    "buffer.explorer_input.*tasksets.*.name": "every task set needs a name",
-    "continue_from_checkpoint": "resuming is decided by the run folder's own state",
-    "*": "filled in by Trinity's validators",
+    "*": "filled in so that Trinity can run it",
 }
 """Reason by key pattern; the first match counts."""
 
@@ -101,7 +93,7 @@ def differences(
     """The changes from `before` to `after`, two flattened configurations; `reasons` of single keys
     win over the tables."""
     local = _LOCAL_WHY if after.get("engine") == "local" else {}
-    patterns = [*_ANY_WHY.items(), *local.items(), *_WHY.items()]
+    patterns = [*local.items(), *_WHY.items()]
     # Trinity turns the one `taskset` into the first of `tasksets`.
     single, first = "buffer.explorer_input.taskset.", "buffer.explorer_input.tasksets.0."
     written = _collapsed({key.replace(single, first, 1): before[key] for key in before})

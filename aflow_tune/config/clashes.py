@@ -9,17 +9,12 @@ follows from the installed sources or from the package's own requirements.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
-import importlib.util
-import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from aflow_tune.contract.import_faults import package_cure
 from aflow_tune.errors import BadInput, Fault
 
 if TYPE_CHECKING:
@@ -92,9 +87,6 @@ DOUBTS: tuple[Clash, ...] = (
 )
 """Not known to break and not refused, only told by `doctor`."""
 
-UNREADABLE = "unreadable"
-"""Stands for the version of what is installed with METADATA that cannot be read."""
-
 NEEDED = ("torch", "ray", "trinity-rft", "transformers", "agentscope", "omegaconf")
 """Without these nothing that trains can be imported."""
 
@@ -108,10 +100,8 @@ def installed_versions(names: tuple[str, ...] = WATCHED) -> dict[str, str]:
     for name in names:
         try:
             version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+        except (importlib.metadata.PackageNotFoundError, OSError, UnicodeDecodeError):
             continue
-        except (OSError, UnicodeDecodeError):  # what imports it reads it too, and fails
-            version = UNREADABLE
         if version:  # a left-over folder without METADATA has none
             found[name] = version
     return found
@@ -119,8 +109,7 @@ def installed_versions(names: tuple[str, ...] = WATCHED) -> dict[str, str]:
 
 def known_clashes(installed: Installed) -> list[tuple[Clash, str]]:
     """Each clash of `CLASHES` that is installed, with the versions found in words."""
-    found = [_without_metadata(name) for name, text in installed.items() if text == UNREADABLE]
-    return list(filter(None, [*found, *_judged(CLASHES, installed), _torchvision(installed)]))
+    return list(filter(None, [*_judged(CLASHES, installed), _torchvision(installed)]))
 
 
 def doubtful(installed: Installed) -> list[tuple[Clash, str]]:
@@ -131,23 +120,6 @@ def doubtful(installed: Installed) -> list[tuple[Clash, str]]:
 def missing(installed: Installed) -> list[str]:
     """What is needed and not installed."""
     return [name for name in NEEDED if name not in installed]
-
-
-def hollow(installed: Installed) -> list[str]:
-    """What is needed and installed by its metadata only: its modules are not there."""
-    return [name for name in NEEDED if name in installed and not _is_there(module_of(name))]
-
-
-def module_of(name: str) -> str:
-    """The module of a distribution of `NEEDED`."""
-    return "trinity" if name == "trinity-rft" else name
-
-
-def _is_there(module: str) -> bool:
-    if module in sys.modules:
-        return True
-    spec = importlib.util.find_spec(module)
-    return spec is not None and spec.origin is not None
 
 
 def install(*requirements: str) -> str:
@@ -172,9 +144,6 @@ def refuse_clashes() -> None:
     ]
     for name in missing(installed):
         faults.append(Fault(f"the package {name}", "installed", "no", install("aflow-tune")))
-    for name in hollow(installed):
-        cure = package_cure(module_of(name))
-        faults.append(Fault(f"the package {name}", "its modules", "its metadata only", cure))
     if faults:
         title = "These installed versions are known to break (`aflow-tune doctor` shows the rest)."
         raise BadInput(title, faults)
@@ -201,18 +170,6 @@ def _judged(table: tuple[Clash, ...], installed: Installed) -> list[tuple[Clash,
         ):
             found.append((clash, " beside ".join(f"{name} {installed[name]}" for name in names)))
     return found
-
-
-def _without_metadata(name: str) -> tuple[Clash, str]:
-    """METADATA that a broken disk or a killed pip has left: pip cannot replace it either."""
-    place = "the dist-info folder of it"
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # another node's is not here
-        place = shlex.quote(str(getattr(importlib.metadata.distribution(name), "_path", place)))
-    wanted = next((clash.cure for clash in CLASHES if clash.name == name), name)
-    clash = Clash(
-        name, "", "what asks for its version fails", f"rm -r {place} && {install(wanted)}"
-    )
-    return clash, f"{name} with METADATA that cannot be read"
 
 
 def _torchvision(installed: Installed) -> tuple[Clash, str] | None:

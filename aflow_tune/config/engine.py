@@ -207,7 +207,6 @@ def _engine_by_nvml(config: AflowConfig) -> str:
 @contextlib.contextmanager
 def use_recorded(config: AflowConfig, run_dir: Path) -> Iterator[None]:
     """Record in the run's metrics how much its GPUs on this machine are used, for the block."""
-    logger = logging.getLogger("trinity")
     tail, last = LineTail(run_dir / FILE_NAME), 0
 
     def step() -> int:
@@ -222,19 +221,21 @@ def use_recorded(config: AflowConfig, run_dir: Path) -> Iterator[None]:
         append_metrics(run_dir, ROLE, step, numbers)
 
     most = config.cluster.gpu_per_node if config.engine == "trinity" else None
-    with UseLog(_watched(config), step, write, logger.warning, most=most or None):
+    warn = logging.getLogger("trinity").warning
+    with UseLog(_watched(config), step, write, warn, most=most or None):
         yield
 
 
 def _watched(config: AflowConfig) -> list[Device]:
     """The run's devices on this machine: all that it sees, of which the local engine uses one,
     and none where a service computes, or the CPU."""
-    if config.model.tinker.enable or config.model.external_model.enable:
-        return []
-    if config.engine == "local" and pick_device(config.local.device).type != "cuda":
-        return []
     found = find_ray(config) if uses_ray(config) else None
-    if found is not None and not _is_here(found.address):
+    if (
+        config.model.tinker.enable
+        or config.model.external_model.enable
+        or (config.engine == "local" and pick_device(config.local.device).type != "cuda")
+        or (found is not None and not _is_here(found.address))
+    ):
         return []
     with contextlib.suppress(NvmlUnavailable):
         now = snapshot()

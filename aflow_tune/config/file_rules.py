@@ -45,8 +45,6 @@ from aflow_tune.writer.types import PROBLEM_TYPES
 Function = Callable[..., Any]
 Found = Iterable[Fault | str]
 
-# --- Rows of task sets ----------------------------------------------------------------------------
-
 
 def check_paths(
     config: AflowConfig, key: str, taskset: TasksetConfig | ExperienceBufferConfig
@@ -352,10 +350,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
-
-
-# --- The writer, and the harvest of its graphs ----------------------------------------------------
-# The sections themselves are checked in `writer/workflow.py`, which knows no whole configuration.
 
 
 def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found:

@@ -170,7 +170,7 @@ _RANGES: tuple[_Value, ...] = (
 )
 
 _BUFFER = "buffer.trainer_input.experience_buffer"
-_LOCAL_MODES = ("both", "train", "bench", "harvest")
+_LOCAL_MODES, _ADAMS = ("both", "train", "bench", "harvest"), ("adam", "adamw")
 _LOCAL_VALUES: tuple[_Value, ...] = (
     ("mode", lambda v: v in _LOCAL_MODES, f"one of {', '.join(_LOCAL_MODES)}", "both"),
     ("synchronizer.sync_style", lambda v: v.value != "fully_async", "taking turns", "fixed"),
@@ -185,12 +185,7 @@ _LOCAL_VALUES: tuple[_Value, ...] = (
     ("algorithm.enable_router_replay", lambda v: not v, "false", "false"),
     ("algorithm.rollout_correction", lambda v: v is None, "null: both engines agree", "null"),
     (f"{_BUFFER}.replay_buffer.enable", lambda v: not v, "false: own rollouts only", "false"),
-    (
-        "algorithm.optimizer.optimizer_type",
-        lambda v: v in ("adam", "adamw"),
-        "adam or adamw",
-        "adam",
-    ),
+    ("algorithm.optimizer.optimizer_type", lambda v: v in _ADAMS, " or ".join(_ADAMS), "adam"),
 )
 """Values that would silently change what is learned if the local engine ignored them."""
 
@@ -262,7 +257,7 @@ def _registered(case: Case) -> Found:
                 yield _unknown_name(config, key, value, names)
         except (ImportError, AttributeError, KeyError) as error:
             yield config.fault(key, "package.module.Class", f"{value}: {error}", "correct the path")
-    try:  # a name that nothing stands for was told above
+    try:  # unknown names were told above
         usual = known.ALGORITHM_TYPE.get(algorithm.algorithm_type).default_config()
         for name, registry in functions.items():
             arguments = getattr(algorithm, f"{name}_args") or {}
@@ -302,9 +297,6 @@ def _needs(case: Case) -> Found:
     known = ("tensorboard", "wandb", "mlflow", "swanlab")
     if "." not in kind and kind not in known:
         yield _unknown_name(config, key, kind, known)
-    elif kind not in ("tensorboard", MONITOR):
-        where = config.positions.where(key)
-        yield f"{where}: with {kind} the live panel and the report's curves stay empty"
     if case.workflow is None or config.rollout.system_prompt is not None:
         return
     asked = inspect.signature(case.workflow).parameters.get("system_prompt")
@@ -354,15 +346,13 @@ def _rows(case: Case) -> Found:
         yield from check_paths(case.config, key, taskset)
     harvest = case.purpose is Purpose.HARVEST
     found = check_data(case.config, case.workflow, case.judge, harvest=harvest)
-    yield from found.faults
-    yield from found.warnings
+    yield from (*found.faults, *found.warnings)
 
 
 def _lengths(case: Case) -> Found:
     config, model = case.config, case.config.model
-    total, response = model.max_model_len, model.max_response_tokens
-    prompt = model.max_prompt_tokens
     names = ("max_model_len", "max_prompt_tokens", "max_response_tokens")
+    total, prompt, response = (getattr(model, name) for name in names)
     small = [name for name in names if (value := getattr(model, name)) is not None and value < 1]
     for name in small:
         yield config.wrong(f"model.{name}", "1 or more tokens", f"{name}: 512")
@@ -383,7 +373,7 @@ def _lengths(case: Case) -> Found:
         yield config.fault(f"model.{name}", expected, found, fix)
 
 
-# --- Settings that are sound by themselves, together --------------------------------------------
+# --- Several settings together -------------------------------------------------------------------
 
 _BY_GROUP = words(
     """
@@ -395,7 +385,7 @@ _BY_GROUP = words(
 
 
 def _advantage(case: Case) -> Found:
-    """Whether groups are compared, and where: Trinity asserts that once everything is started."""
+    """Whether groups are compared, and where; Trinity asserts it after the start."""
     from trinity.algorithm import ADVANTAGE_FN, ALGORITHM_TYPE
 
     config, algorithm = case.config, case.config.algorithm
@@ -446,13 +436,8 @@ def _evaluation(case: Case) -> Found:
 
 # --- The local engine ----------------------------------------------------------------------------
 
-_NEEDS_MORE = {
-    "mix": "expert data beside the rollouts",
-    "mix_chord": "expert data beside the rollouts",
-    "on_policy_distill": "a teacher's log-probabilities in every experience",
-    "jsd": "a teacher's log-probabilities in every experience",
-}
-"""Algorithms that read what rollouts of a workflow function do not bring."""
+_NEEDS_MORE = ("mix", "mix_chord", "on_policy_distill", "jsd")
+"""Algorithms that read expert data, or a teacher's log-probabilities, beside the rollouts."""
 
 
 def _local_settings(case: Case) -> Found:
@@ -460,11 +445,10 @@ def _local_settings(case: Case) -> Found:
 
     config, adapters = case.config, case.config.model.lora_configs
     kind = config.algorithm.algorithm_type
-    needed = _NEEDS_MORE.get(kind)
-    if needed is None and kind in ALGORITHM_TYPE._default_mapping:
-        needed = "a critic" if ALGORITHM_TYPE.get(kind).use_critic else None
-    if needed and config.mode == "both":
-        expected = f"an algorithm that needs rollouts only, not {needed}"
+    known = kind in ALGORITHM_TYPE._default_mapping
+    more = kind in _NEEDS_MORE or (known and ALGORITHM_TYPE.get(kind).use_critic)
+    if more and config.mode == "both":
+        expected = "an algorithm without a critic that needs rollouts only"
         fix = "algorithm_type: multi_step_grpo, or engine: trinity"
         yield config.wrong("algorithm.algorithm_type", expected, fix)
     yield from _values(config, _LOCAL_VALUES, " (engine: local)")

@@ -190,8 +190,6 @@ def suggest(schema: type, parent: str, name: str, known: dict[str, Any]) -> tupl
     home, _, leaf = target.rpartition(".")
     # Sections under names of the user's (`models.judge`) are not in the index.
     kind = describe(known[leaf][0] if home == section else index(schema)[target])
-    if "." in name:
-        return f"`{target}` ({kind})", f"write `{leaf}:` indented under `{home}:`"
     return f"`{target}` ({kind})", f"did you mean `{target}`?"
 
 

@@ -18,7 +18,7 @@ from aflow_tune.config.engine import choose_engine
 from aflow_tune.config.file_rules import check_data
 from aflow_tune.config.load import AflowConfig, read_config
 from aflow_tune.config.prepare import Purpose, prepare
-from aflow_tune.config.settings import Change
+from aflow_tune.config.settings import Change, value_of
 from aflow_tune.config.stages import parts_of
 from aflow_tune.contract.plugins import resolve
 from aflow_tune.contract.signature import check_functions
@@ -57,12 +57,9 @@ class ValidationReport:
         if self.warnings:
             parts.append("\n".join(["warnings:", *(f"  - {text}" for text in self.warnings)]))
         if self.faults:
-            listed = "\n".join(f"{number}. {fault}" for number, fault in enumerate(self.faults, 1))
-            count = len(self.faults)
-            parts.append(f"{listed}\n\n{self.path}: {count} fault(s); nothing was started")
-        else:
-            parts.append(f"{self.path}: valid; nothing was started")
-        return "\n\n".join(parts)
+            parts.append("\n".join(f"{n}. {fault}" for n, fault in enumerate(self.faults, 1)))
+        verdict = f"{len(self.faults)} fault(s)" if self.faults else "valid"
+        return "\n\n".join([*parts, f"{self.path}: {verdict}; nothing was started"])
 
 
 def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationReport:
@@ -75,11 +72,10 @@ def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationRepor
     config = report.config
     parts, misplaced = parts_of(config)
     report.faults += [*faults, *misplaced]
-    workflow: Function | None = None
-    judge: Function | None = None
+    workflow = judge = None
     with _collected(report.faults):
-        if any(needs_workflow(part) for _, part in parts):
-            workflow, judge = resolve_functions(config)
+        workflow, judge = functions_of(config)
+        if workflow is not None:
             check_functions(workflow, judge)
     with _collected(report.faults):
         check_run_prompts(config)
@@ -144,12 +140,7 @@ def resolve_functions(config: AflowConfig) -> tuple[Function, Function | None]:
     """The functions that `workflow:` (or `graph:`, or `writer:`) and `judge:` name.
 
     Raises BadInput: no workflow is named, or a name leads to no function, or a graph is faulty."""
-    ways = {
-        "workflow": config.workflow,
-        "graph.path": config.graph.path,
-        "writer.executor": config.writer.executor,
-    }
-    named = [key for key, value in ways.items() if value]
+    named = [key for key in ("workflow", "graph.path", "writer.executor") if value_of(config, key)]
     if len(named) != 1:
         expected = (
             "one of `workflow: path/file.py:function` (or module:function), "

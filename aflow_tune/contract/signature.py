@@ -4,16 +4,14 @@
     async def workflow(task: Dict, model: TrinityChatModel) -> WorkflowOutput
     async def judge(task: Dict, response: Any) -> JudgeOutput
 
-Both forms of a workflow may also take `auxiliary_models`, `logger` and `system_prompt`, a judge
-the first two. What means the same is accepted, by these rules:
+A workflow may also take `auxiliary_models`, `logger` and `system_prompt`, a judge the first two,
+and nothing else, as in AgentScope's own check. What means the same is accepted:
 
 - Everything is passed by name: order is free, keyword-only is fine, positional-only is not.
 - An annotation must admit what is passed: a plain dict, a TrinityChatModel. So base classes,
   unions with a fitting member, TypedDicts and `Any` are fine. `task` and `model` must have one.
 - The return annotation decides the form, so it must be there: `float` or a subclass (but not
   `int`, `bool` or an Optional), or a class with the fields of `WorkflowOutput`.
-- No other parameter may be there, with a default or without, as in AgentScope's own check. A
-  parameter that `functools.partial` bound by name is no longer a parameter.
 - A name that only type checkers can resolve is compared by its spelling.
 
 What the function does with its arguments is not looked at, and nothing is imported for it: classes
@@ -38,8 +36,6 @@ from aflow_tune.errors import BadInput, Fault
 
 _Node = ast.FunctionDef | ast.AsyncFunctionDef
 _STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-# --- What an annotation means --------------------------------------------------------------------
 
 
 class _Unresolved(type):
@@ -114,8 +110,6 @@ def _name(member: Any) -> str:
     name = getattr(target, "__name__", None) or getattr(target, "_name", None)
     return str(name or inspect.formatannotation(target))
 
-
-# --- What a workflow and a judge must look like --------------------------------------------------
 
 _ANYTHING = ("Any", "object")
 _MODELS = ("TrinityChatModel", "OpenAIChatModel", "ChatModelBase", "RunChatModel", "Callable")
@@ -193,9 +187,6 @@ def _result_name(member: Any) -> str:
     return f"{name} without reward and metrics" if name in _FIELDS else name
 
 
-# --- Where a function was written ----------------------------------------------------------------
-
-
 def _layers(function: Any) -> Iterator[Any]:
     """The callable, what it wraps, ..., the plain function whose source a person can edit."""
     seen: set[int] = set()
@@ -235,9 +226,6 @@ def _source(function: types.FunctionType) -> tuple[int, dict[str, str]]:
                     meaning = ast.unparse(statement.value)
                     named.update({ast.unparse(target): meaning for target in statement.targets})
     return line, named
-
-
-# --- The check -----------------------------------------------------------------------------------
 
 
 class Checked(NamedTuple):
@@ -317,9 +305,9 @@ class _Check:
         if not readable:
             self._refuse(f"`{self.name}`, which is built in, compiled, or hides its signature")
         partials = (layer for layer in self.layers if isinstance(layer, functools.partial))
-        self.bound = {name for partial in partials for name in partial.keywords}
+        bound = {name for partial in partials for name in partial.keywords}
         parameters = self.signature.parameters.items()
-        self.parameters = {name: item for name, item in parameters if name not in self.bound}
+        self.parameters = {name: item for name, item in parameters if name not in bound}
 
     def _refuse(self, found: str) -> typing.NoReturn:
         expected = f"an async function, or an object whose `__call__` is: `{self.contract.usual}`"
@@ -333,11 +321,10 @@ class _Check:
     def run(self) -> Checked:
         """Raises BadInput with all faults."""
         expected = f"an async function that returns once: `{self.contract.usual}`"
-        if inspect.isasyncgenfunction(self.layers[-1]):
-            self._fault(expected, "an async generator", "replace `yield` by `return`")
-        elif not self.is_async:
+        if not self.is_async:
             found = f"a sync function: `{self.name}` has no `async` before `def`"
-            self._fault(expected, found, "write `async def`, and `await` the calls inside")
+            found = "a generator" if inspect.isasyncgenfunction(self.layers[-1]) else found
+            self._fault(expected, found, "write `async def` and `return`, and `await` the calls")
         renamed = self._check_names()
         for name, parameter in self.parameters.items():
             self._check_type(name, renamed.get(name, name), parameter)
@@ -363,10 +350,6 @@ class _Check:
                 self._fault("parameters that can be passed by name", found, "remove the `/`")
             if name not in self.known:
                 unknown.append(name)
-        for name in self.bound.intersection(missing):
-            missing.remove(name)
-            found = f"`{name}` is bound by functools.partial"
-            self._fault(f"`{name}` left free: every rollout passes its own", found, "leave it out")
         renamed = self._pair(unknown, missing)
         for name, meant in renamed.items():
             expected = f"a parameter named `{meant}` (arguments are passed by name)"

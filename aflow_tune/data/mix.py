@@ -19,6 +19,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import lru_cache
 
 DEFAULT_SHARES = {"math": Fraction(2, 5), "code": Fraction(3, 10), "qa": Fraction(3, 10)}
 """The shares of a mix that names none, by the kind of its sources."""
@@ -114,7 +115,6 @@ class Mix:
         self._period = math.lcm(*(part.denominator for part in self._parts))
         """After so many batches every source has exactly its share."""
         self._at, self._extra = 0, [0] * len(self.sources)
-        self._orders: dict[tuple[int, int], list[int]] = {}
 
     def batch(self, number: int) -> list[tuple[str, int]]:
         """(source, row number) of every item of batch `number`, shuffled."""
@@ -164,15 +164,11 @@ class Mix:
 
     def _row(self, source: int, position: int) -> int:
         turn, place = divmod(position, self._rows[source])
-        order = self._orders.get((source, turn))
-        if order is None:
-            order = list(range(self._rows[source]))
-            random.Random(f"pass/{self.seed}/{self.sources[source]}/{turn}").shuffle(order)
-            # A batch may end one pass and begin the next; older ones are not asked for again.
-            self._orders = {
-                key: kept
-                for key, kept in self._orders.items()
-                if key[0] != source or key[1] == turn - 1
-            }
-            self._orders[source, turn] = order
-        return order[place]
+        return _pass(self.seed, self.sources[source], turn, self._rows[source])[place]
+
+
+@lru_cache(maxsize=32)
+def _pass(seed: int, source: str, turn: int, rows: int) -> list[int]:
+    order = list(range(rows))
+    random.Random(f"pass/{seed}/{source}/{turn}").shuffle(order)
+    return order

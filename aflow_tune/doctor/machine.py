@@ -30,13 +30,11 @@ from aflow_tune.config.clashes import (
     NEEDED,
     cure_of,
     doubtful,
-    hollow,
     install,
     installed_versions,
     known_clashes,
     matches,
     missing,
-    module_of,
     requirements_of,
 )
 from aflow_tune.contract.import_faults import package_cure
@@ -97,9 +95,6 @@ def check_versions(distribution: str = "aflow-tune") -> list[Line]:
             make("versions", f"{it}: {clash.reason}", cure_of(clash)) for clash, it in clashes
         ]
     lines += _declared(distribution, installed)
-    for name in hollow(installed):
-        text = f"{name} has its metadata only"
-        lines.append(fault("versions", text, package_cure(module_of(name))))
     return lines + _differences(installed)
 
 
