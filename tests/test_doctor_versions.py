@@ -12,7 +12,6 @@ from fake_installed import install
 
 from aflow_tune.config.clashes import (
     cure_of,
-    doubtful,
     installed_versions,
     known_clashes,
     matches,
@@ -52,7 +51,6 @@ TESTED = {
 def test_versions_that_pass(changes: dict[str, str]) -> None:
     versions = TESTED | changes
     assert known_clashes(versions) == []
-    assert doubtful(versions) == []
     assert missing(versions) == []
 
 
@@ -144,7 +142,7 @@ def test_the_doctor_sorts_clashes_ranges_and_differences(
         "nosuchthing is not installed",
     ]
     notes = "\n".join(by_state[State.NOTE])
-    assert "openai 3.54.0: untested" in notes
+    assert "openai 3.54.0" in notes
     assert "peft" in notes
     assert "yarl 0.1 (tested 1.25.1)" in notes
     assert "verl 0.9.0 (tested 0.8.0)" in notes

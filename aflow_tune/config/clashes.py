@@ -79,18 +79,10 @@ CLASHES: tuple[Clash, ...] = (
     Clash("transformers", "<5.12.1", "Trinity wants 5.12.1 or later", _TRANSFORMERS),
 )
 
-DOUBTS: tuple[Clash, ...] = (
-    # seen: 3.54.0 imports beside agentscope; no call was tried
-    Clash("openai", ">=3.dev0", "untested: 2.x parses structured answers", "openai>=2,<3"),
-    Clash("vllm", ">0.23.0", "untested: Trinity patches vLLM's inside", _VLLM),
-    Clash("transformers", ">=6.dev0", "untested", _TRANSFORMERS),
-)
-"""Not known to break and not refused, only told by `doctor`."""
-
 NEEDED = ("torch", "ray", "trinity-rft", "transformers", "agentscope", "omegaconf")
 """Without these nothing that trains can be imported."""
 
-_JUDGED = [name for clash in (*CLASHES, *DOUBTS) for name in (clash.name, *clash.beside)]
+_JUDGED = [name for clash in CLASHES for name in (clash.name, *clash.beside)]
 WATCHED: tuple[str, ...] = tuple(dict.fromkeys([*NEEDED, *_JUDGED, "torchvision"]))
 
 
@@ -109,12 +101,15 @@ def installed_versions(names: tuple[str, ...] = WATCHED) -> dict[str, str]:
 
 def known_clashes(installed: Installed) -> list[tuple[Clash, str]]:
     """Each clash of `CLASHES` that is installed, with the versions found in words."""
-    return list(filter(None, [*_judged(CLASHES, installed), _torchvision(installed)]))
-
-
-def doubtful(installed: Installed) -> list[tuple[Clash, str]]:
-    """The same for `DOUBTS`."""
-    return _judged(DOUBTS, installed)
+    found = [_torchvision(installed)]
+    for clash in CLASHES:
+        names = [name for name in (clash.name, *clash.beside) if name in installed]
+        if clash.name in installed and all(
+            name not in installed if wanted is None else matches(installed.get(name, ""), wanted)
+            for name, wanted in {clash.name: clash.breaks, **clash.beside}.items()
+        ):
+            found.append((clash, " beside ".join(f"{name} {installed[name]}" for name in names)))
+    return [one for one in found if one is not None]
 
 
 def missing(installed: Installed) -> list[str]:
@@ -158,18 +153,6 @@ def matches(version: str, specifiers: str) -> bool:
         return SpecifierSet(specifiers).contains(Version(version), prereleases=True)
     except InvalidVersion:
         return False
-
-
-def _judged(table: tuple[Clash, ...], installed: Installed) -> list[tuple[Clash, str]]:
-    found = []
-    for clash in table:
-        names = [name for name in (clash.name, *clash.beside) if name in installed]
-        if clash.name in installed and all(
-            name not in installed if wanted is None else matches(installed.get(name, ""), wanted)
-            for name, wanted in {clash.name: clash.breaks, **clash.beside}.items()
-        ):
-            found.append((clash, " beside ".join(f"{name} {installed[name]}" for name in names)))
-    return found
 
 
 def _torchvision(installed: Installed) -> tuple[Clash, str] | None:

@@ -206,15 +206,14 @@ def _override(content: dict[str, Any], item: str, positions: KeyPositions) -> li
         fix = "write key=value, such as buffer.total_steps=20; quote it for the shell"
         return [Fault(where, "key=value", repr(item), fix)]
     key, raw = canonical(name), dict[str, str]()
+    check = Check(AflowConfig, lambda _: where, raw, numbered=True)
     try:
-        value = _Loader(text).get_single_data()
+        nested = value = _Loader(text).get_single_data()
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        check.check(nested, AflowConfig)
     except (yaml.YAMLError, RecursionError) as error:
         return [Fault(where, f"a value in YAML for `{name}`", _problem(error), "quote the value")]
-    nested = value
-    for part in reversed(key.split(".")):
-        nested = {part: nested}
-    check = Check(AflowConfig, lambda _: where, raw, numbered=True)
-    check.check(nested, AflowConfig)
     positions.overrides[key] = item
     if check.faults:
         return check.faults

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aflow_tune.data.fields import FieldRead
-from aflow_tune.data.leaks import NEAR, Leaks, fingerprint, leaks_between
+from aflow_tune.data.leaks import NEAR, fingerprint, leaks_between
 from aflow_tune.data.rows import Table
 from aflow_tune.errors import Fault
 
@@ -48,9 +48,7 @@ def check_rows(table: Table) -> Findings:
         found.warnings.append(f"{table.source}: looked at {looked} only")
     kinds: dict[tuple[str | None, str], tuple[str, str]] = {}
     several = len(sources(table)) > 1
-    columns: Counter[str] = Counter()
     for row, place in zip(table.rows, table.places, strict=True):
-        columns.update(row.keys())
         source = source_of(row) if several else None
         for column, value in row.items():
             if value is None:
@@ -61,10 +59,6 @@ def check_rows(table: Table) -> Findings:
                 expected = f"`{column}`: {first[0]}, as in {first[1]}"
                 fix = "give a column one type; the loader refuses mixed ones"
                 found.faults.append(Fault(place, expected, f"{kind}: {value!s:.80}", fix))
-    rare = [f"{name!r} ({count})" for name, count in columns.items() if count < len(table.rows)]
-    if rare and not several:
-        text = f"not every one of its {len(table.rows)} rows has {', '.join(rare[:_EXAMPLES])}"
-        found.warnings.append(f"{table.source}: {text}")
     return found
 
 
@@ -107,8 +101,6 @@ def _by_source(table: Table) -> list[Table]:
         if len(part.rows) < FIRST_ROWS:
             part.rows.append(row)
             part.places.append(place)
-        elif not several:
-            break
     return list(parts.values())
 
 
@@ -124,17 +116,23 @@ def check_overlap(training: Sequence[Table], held_out: Sequence[Table]) -> Findi
             "the data is too large to be looked through for near-duplicates here: run "
             "`aflow-tune data check TRAIN TEST`"
         )
-    for leaks in leaks_between(training, held_out, near=near):
-        table = leaks.held_out
-        if told := _described(leaks, exact=True):
+    for table, leaks in leaks_between(training, held_out, near=near):
+        told = {
+            exact: [f"{leak.place} {sign} {leak.trained}" for leak in leaks if leak.exact is exact]
+            for exact, sign in ((True, "="), (False, "~"))
+        }
+        shown = {
+            exact: f"{len(pairs)} of {len(table.rows)}: {'; '.join(pairs[:_EXAMPLES])}"
+            for exact, pairs in told.items()
+            if pairs
+        }
+        if True in shown:
             expected = "held-out items that do not occur in the training data"
             fix = "remove them from one of the two files: a score on trained items says nothing"
-            found.faults.append(Fault(table.source, expected, f"items in both: {told}", fix))
-        if told := _described(leaks, exact=False):
-            found.warnings.append(
-                f"{table.source}: held-out items nearly the same as one of the training data "
-                f"(similarity {NEAR} or more): {told}"
-            )
+            found.faults.append(Fault(table.source, expected, shown[True], fix))
+        if False in shown:
+            text = f"held-out items with a similarity of {NEAR} or more to a training item"
+            found.warnings.append(f"{table.source}: {text}: {shown[False]}")
         repeated = len(table.rows) - len({fingerprint(row) for row in table.rows})
         if repeated:
             found.warnings.append(
@@ -142,17 +140,6 @@ def check_overlap(training: Sequence[Table], held_out: Sequence[Table]) -> Findi
                 "one, which makes the interval of the score too narrow"
             )
     return found
-
-
-def _described(leaks: Leaks, *, exact: bool) -> str:
-    """How many leaks of one kind there are, and the first of them with both places."""
-    table, sign = leaks.held_out, "=" if exact else "~"
-    pairs = [
-        f"{table.places[leak.held_out]} {sign} {place}"
-        for leak, place in zip(leaks.found, leaks.places, strict=True)
-        if leak.exact == exact
-    ]
-    return f"{len(pairs)} of {len(table.rows)}: {'; '.join(pairs[:_EXAMPLES])}" if pairs else ""
 
 
 def source_of(row: Mapping[str, Any]) -> str | None:

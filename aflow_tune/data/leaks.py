@@ -19,10 +19,9 @@ import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from aflow_tune.data.rows import Table
 
@@ -55,8 +54,7 @@ _WORD = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Leak:
+class Leak(NamedTuple):
     """A held-out row that stands in the training data; numbers count rows from 0."""
 
     held_out: int
@@ -66,14 +64,13 @@ class Leak:
     exact: bool
 
 
-@dataclass
-class Leaks:
-    """The leaks of one held-out table, in the order of its rows: the closest of each row."""
+class Place(NamedTuple):
+    """A leak by the places of its two rows."""
 
-    held_out: Table
-    found: list[Leak]
-    places: list[str]
-    """Where the row of training data stands, for each leak."""
+    place: str
+    trained: str
+    similarity: float
+    exact: bool
 
 
 def fingerprint(row: Mapping[str, Any]) -> bytes:
@@ -123,15 +120,22 @@ def find_leaks(
 
 def leaks_between(
     training: Sequence[Table], held_out: Sequence[Table], *, near: bool = True
-) -> list[Leaks]:
-    """`find_leaks` for tables that were read, with the places of their rows."""
+) -> list[tuple[Table, list[Place]]]:
+    """`find_leaks` for tables that were read, with the places of the rows."""
     rows = [row for table in training for row in table.rows]
     places = [place for table in training for place in table.places]
-    found = []
-    for table in held_out:
-        leaks = find_leaks(rows, table.rows, near=near)
-        found.append(Leaks(table, leaks, [places[leak.trained] for leak in leaks]))
-    return found
+    return [
+        (
+            table,
+            [
+                Place(
+                    table.places[leak.held_out], places[leak.trained], leak.similarity, leak.exact
+                )
+                for leak in find_leaks(rows, table.rows, near=near)
+            ],
+        )
+        for table in held_out
+    ]
 
 
 def near_pairs(

@@ -24,7 +24,6 @@ from aflow_tune.errors import BadInput, Fault
 from aflow_tune.files import as_line, write_whole
 
 SPLITS = ("train", "validation", "test")
-SIZES = {"train": 1000, "validation": 100, "test": 100}
 MANIFEST = "manifest.json"
 
 Row = dict[str, Any]
@@ -89,7 +88,11 @@ def draw(
     for split in reversed(SPLITS):
         held_out = [chosen[other] for other in SPLITS[SPLITS.index(split) + 1 :]]
         while True:
-            short |= _fill(chosen[split], quotas[split], pools)
+            for name, wanted in quotas[split].items():
+                missing = wanted - sum(row["source"] == name for row in chosen[split])
+                if missing > len(pools[name]):
+                    short.add(name)
+                chosen[split] += [pools[name].pop() for _ in range(min(missing, len(pools[name])))]
             bad = {leak.held_out for rows in held_out for leak in find_leaks(rows, chosen[split])}
             for number in bad:
                 leaking[chosen[split][number]["source"]] += 1
@@ -112,18 +115,6 @@ def draw(
         random.Random(f"split/{seed}/{split}").shuffle(rows)
     taken = {name: {split: quotas[split][name] for split in SPLITS} for name in pools}
     return Drawn(chosen, duplicates, leaking, taken)
-
-
-def _fill(rows: list[Row], quota: Mapping[str, int], pools: Mapping[str, list[Row]]) -> set[str]:
-    """Add what is missing to `rows`, taking it off the pools. Returns the sources that ran out."""
-    short = set()
-    for name, wanted in quota.items():
-        missing = wanted - sum(row["source"] == name for row in rows)
-        pool = pools[name]
-        if missing > len(pool):
-            short.add(name)
-        rows += [pool.pop() for _ in range(min(missing, len(pool)))]
-    return short
 
 
 def write_splits(
