@@ -187,13 +187,11 @@ def _short(value: Any) -> str:
     return text if len(text) <= _WIDTH else "..." + text[3 - _WIDTH :]
 
 
+_ENGINE = "aflow_tune.engines.trinity."
 RENAMED = {
-    f"aflow_tune.engines.trinity.{old}.": f"aflow_tune.engines.trinity.{new}."
-    for old, new in {
-        "settings.readers": "readers",
-        "rollout.anchors": "rollout.operators",
-        "training.sampling": "rollout.operators",
-    }.items()
+    f"{_ENGINE}settings.readers.": f"{_ENGINE}readers.",
+    f"{_ENGINE}rollout.anchors.": f"{_ENGINE}rollout.operators.",
+    f"{_ENGINE}training.sampling.": f"{_ENGINE}rollout.operators.",
 }
 """Modules that have moved, of classes whose dotted paths stand in the files of earlier runs."""
 

@@ -66,11 +66,8 @@ def check_data(
     *,
     harvest: bool = False,
 ) -> Findings:
-    """Check the rows of every task set: readable, with the fields read, no leaks.
-
-    Paths under which nothing can be read are left to `check_paths`. For a `harvest`, rows that
-    cannot be asked about or are held out too are left out later, and not told here.
-    """
+    """Check the rows of every task set: readable, with the fields read, no leaks. For a `harvest`,
+    rows that cannot be asked about or are held out too are left out later, and not told here."""
     found = Findings()
     reads: list[FieldRead] = []
     for function in filter(None, (workflow, judge)):
@@ -236,17 +233,12 @@ def _is_message(message: Any) -> bool:
     )
 
 
-# --- Models: there, whole, with a chat template ---------------------------------------------------
-
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tokenization_*.py")
 
 
 def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True) -> Found:
-    """The policy's model and the auxiliary ones.
-
-    Not `whole`: only the sizes in config.json are going to be read. Not `policy`: only auxiliary
-    models that run written workflows will be loaded.
-    """
+    """The policy's model and the auxiliary ones. Not `whole`: only the sizes in config.json will be
+    read. Not `policy`: only auxiliary models that run written workflows will be loaded."""
     model, auxiliary = config.model, config.explorer.auxiliary_models
     if model.tinker.enable or model.external_model.enable:
         return
@@ -262,13 +254,12 @@ def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True)
         where, name = config.positions.where(f"{key}.model_path"), item.model_path or ""
         folder, bundled = Path(name).expanduser(), name in BUNDLED
         if bundled and whole:
-            yield from _damaged(cache_dir() / name, where)
+            yield from (Fault(where, *damage) for damage in _damaged(cache_dir() / name))
         if not bundled and (folder / "config.json").is_file():
-            for fault in _folder_problems(folder, key, whole, has_template):
-                yield Fault(where, *fault)
-            settings = _read(folder / "config.json") or {}
-            trained = key == "model" and config.mode not in ("bench", "serve", "explore")
-            if trained and (quantised := settings.get("quantization_config")):
+            for problem in _folder_problems(folder, key, whole, has_template):
+                yield Fault(where, *problem)
+            quantised = (_read(folder / "config.json") or {}).get("quantization_config")
+            if key == "model" and quantised and config.mode not in ("bench", "serve", "explore"):
                 kind = quantised.get("quant_method", "quantised")
                 fix = "name the model in 16 bits; docs/recipes.md says what can be quantised"
                 yield Fault(where, "weights in 16 or 32 bits, to train them", kind, fix)
@@ -311,7 +302,7 @@ def _folder_problems(
         yield "weights (*.safetensors)", "none in the folder", again
     elif absent := missing_shards(folder):
         yield "every file of weights that its index names", f"no {absent[0]}", "fetch it again"
-    yield from ((fault.expected, fault.found, fault.cure) for fault in _damaged(folder, ""))
+    yield from _damaged(folder)
     names = ("tokenizer.json", "tokenizer_config.json")
     torn = [name for name in names if (folder / name).is_file() and _read(folder / name) is None]
     templates = ("chat_template.jinja", "chat_template.json")
@@ -339,9 +330,9 @@ def missing_shards(folder: Path) -> list[str]:
     return sorted(str(name) for name in names if not (folder / str(name)).is_file())
 
 
-def _damaged(folder: Path, where: str) -> Iterator[Fault]:
+def _damaged(folder: Path) -> Iterator[tuple[str, str, str]]:
     for damage in filter(None, map(damage_of, sorted(folder.glob("*.safetensors")))):
-        yield Fault(where, "whole files of weights", damage, f"remove {folder}, fetch it again")
+        yield "whole files of weights", damage, f"remove {folder}, fetch it again"
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -247,13 +247,12 @@ def _put(content: Any, parts: list[str], value: Any) -> str | None:
 
 def _cut(content: Any, key: str) -> None:
     *parents, last = key.split(".")
-    at = content
     for part in parents:
-        at = at[int(part)] if isinstance(at, list) else at.get(part, {})
-    if isinstance(at, dict):
-        at.pop(last, None)
+        content = content[int(part)] if isinstance(content, list) else content.get(part, {})
+    if isinstance(content, dict):
+        content.pop(last, None)
     else:
-        at[int(last)] = None
+        content[int(last)] = None
 
 
 def _in_reading_order(fault: Fault) -> tuple[bool, int]:

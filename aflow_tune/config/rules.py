@@ -517,9 +517,9 @@ def _precision_and_gpus(case: Case) -> Found:
         found = _QUANTISING.match(key)
         if found and value not in (None, False):
             asked.setdefault(found[0], value)
-    adapter = config.model.lora_configs is not None
+    adapter = not local and config.model.lora_configs is not None
     for key, value in asked.items():
-        if not local and key.startswith(_SAMPLER) and adapter:
+        if adapter and key.startswith(_SAMPLER):
             continue
         told = f"{key.rpartition('.')[2]}: {value}"
         expected = "weights of 16 or 32 bits: trained ones are not quantised (docs/recipes.md)"
@@ -529,12 +529,6 @@ def _precision_and_gpus(case: Case) -> Found:
 # --- The table -----------------------------------------------------------------------------------
 
 
-def _models(case: Case) -> Found:
-    whole = case.purpose is not Purpose.ESTIMATE
-    return check_model(case.config, whole=whole) if case.local_model else ()
-
-
-_WITH_MODEL = (*RUNS, Purpose.EVALUATE, Purpose.ASK)
 _OF_DATA = (Purpose.EVALUATE, Purpose.HARVEST)
 _ON_GPUS = ("both", "train", "colocate")
 
@@ -551,7 +545,14 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda case: check_spend(case.config, tuned=case.local_model), (*RUNS, *_OF_DATA)),
     Rule(lambda case: check_devices(case.config)),
     Rule(_lengths),
-    Rule(_models, _WITH_MODEL),
+    Rule(
+        lambda case: (
+            check_model(case.config, whole=case.purpose is not Purpose.ESTIMATE)
+            if case.local_model
+            else ()
+        ),
+        (*RUNS, Purpose.EVALUATE, Purpose.ASK),
+    ),
     Rule(lambda case: check_model(case.config, policy=False), (Purpose.HARVEST,)),
     Rule(lambda case: check_writer(case.config, case.workflow)),
     Rule(lambda case: check_harvest(case.config), modes=("harvest",)),

@@ -263,11 +263,9 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def elsewhere(name: str, parent: str, siblings: list[str], index: Mapping[str, Any]) -> str | None:
-    """The key path that an unknown `name` under `parent` stands for, or None.
-
-    In this order: a sibling spelled almost so; the same name at another level (the least deep
-    one); a sibling somewhat like it; a key anywhere almost so.
-    """
+    """The key path that an unknown `name` under `parent` stands for, or None: a sibling spelled
+    almost so; the same name at another level (the least deep one); a sibling somewhat like it; a
+    key anywhere almost so."""
     prefix = f"{parent}." if parent else ""
     bare = name.rpartition(".")[2]
     if prefix + name in index and name != bare:

@@ -73,12 +73,7 @@ class AflowConfig(Config, AflowSections):
     """Several runs, one after the other; see `stages.py`."""
 
     def __post_init__(self) -> None:
-        self._prepared: Prepared = Prepared()
-
-    @property
-    def prepared(self) -> Prepared:
-        """What was found out about this configuration."""
-        return self._prepared
+        self.prepared: Prepared = Prepared()
 
     @property
     def positions(self) -> KeyPositions:
@@ -133,11 +128,11 @@ class AflowConfig(Config, AflowSections):
 
     def flatten(self) -> dict[str, Any]:
         """Every setting by its dotted key path; enum members as their values."""
-        found = vars(self).pop("_prepared")
+        found = vars(self).pop("prepared")
         try:
             return dict(super().flatten())
         finally:
-            self._prepared = found
+            self.prepared = found
 
 
 def value_of(config: Any, key: str) -> Any:

@@ -64,7 +64,7 @@ def stage_configs(config: AflowConfig) -> list[AflowConfig]:
     # Trinity hands out the section objects of `stages` themselves: they must not be shared.
     for number, stage in enumerate(copy.deepcopy(config)):
         positions = _stage_positions(config.positions, number)
-        stage._prepared = Prepared(positions=positions, command=config.command)
+        stage.prepared = Prepared(positions=positions, command=config.command)
         found.append(stage)
     return found
 

@@ -150,13 +150,8 @@ def resolve_functions(config: AflowConfig) -> tuple[Function, Function | None]:
         fix = "keep one of them" if named else "add one, or pass the function to tune()"
         fault = config.fault(named[0] if named else "workflow", expected, found, fix)
         raise BadInput("The configuration does not name one workflow function.", [fault])
-    if config.workflow:
-        workflow = _resolve(config, "workflow", config.workflow)
-    else:
-        from aflow_tune.operators import load_operators
-
-        make = _graph_workflow if config.graph.path else _writer_workflow
-        workflow = make(config, load_operators(config.operators, config.positions.base))
+    spec = config.workflow
+    workflow = _resolve(config, "workflow", spec) if spec else _operator_workflow(config)
     return workflow, _resolve(config, "judge", config.judge) if config.judge else None
 
 
@@ -208,29 +203,26 @@ def _resolve(config: AflowConfig, key: str, reference: str) -> Function:
     return function
 
 
-def _graph_workflow(config: AflowConfig, operators: Any) -> Function:
+def _operator_workflow(config: AflowConfig) -> Function:
+    """The workflow that `graph:` or `writer:` describes."""
     from aflow_tune.graph.workflow import workflow_from_config
-
-    section, beside = config.graph, config.positions.beside
-    score = _resolve(config, "graph.score", section.score) if section.score else None
-    path, place = beside(str(section.path)), config.positions.where("graph.path")
-    with _placed(lambda where: f"{place}: {where}" if where == str(path) else where):
-        return workflow_from_config(
-            section,
-            config.models,
-            path=path,
-            test_cases=beside(section.test_cases) if section.test_cases else None,
-            operators=operators,
-            score=score,
-            judged=bool(config.judge),
-            where=config.positions.where,
-        )
-
-
-def _writer_workflow(config: AflowConfig, operators: Any) -> Function:
+    from aflow_tune.operators import load_operators
     from aflow_tune.writer.workflow import AuxiliaryModel, writer_from_config
 
-    section, beside, model = config.writer, config.positions.beside, config.model
+    of_graph = bool(config.graph.path)
+    name, section = ("graph", config.graph) if of_graph else ("writer", config.writer)
+    beside, model = config.positions.beside, config.model
+    common: dict[str, Any] = {
+        "operators": load_operators(config.operators, config.positions.base),
+        "score": _resolve(config, f"{name}.score", section.score) if section.score else None,
+        "test_cases": beside(section.test_cases) if section.test_cases else None,
+        "where": config.positions.where,
+    }
+    if of_graph:
+        path, place = beside(str(config.graph.path)), config.positions.where("graph.path")
+        common |= {"path": path, "judged": bool(config.judge)}
+        with _placed(lambda where: f"{place}: {where}" if where == str(path) else where):
+            return workflow_from_config(config.graph, config.models, **common)
     auxiliary = {}
     for other in config.explorer.auxiliary_models:  # what they do not say is the tuned model's
         answer = other.max_response_tokens or model.max_response_tokens
@@ -240,14 +232,6 @@ def _writer_workflow(config: AflowConfig, operators: Any) -> Function:
             prompt = max(1, whole - (answer or whole // 2))
         if other.name:
             auxiliary[other.name] = AuxiliaryModel(answer_tokens=answer, prompt_tokens=prompt)
-    return writer_from_config(
-        section,
-        config.models,
-        auxiliary=auxiliary,
-        operators=operators,
-        score=_resolve(config, "writer.score", section.score) if section.score else None,
-        test_cases=beside(section.test_cases) if section.test_cases else None,
-        prompt=beside(section.prompt) if section.prompt else None,
-        sandbox=config.sandbox,
-        where=config.positions.where,
-    )
+    text = beside(config.writer.prompt) if config.writer.prompt else None
+    common |= {"auxiliary": auxiliary, "prompt": text, "sandbox": config.sandbox}
+    return writer_from_config(config.writer, config.models, **common)

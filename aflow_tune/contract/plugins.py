@@ -40,11 +40,8 @@ def workflow(function: F) -> F: ...
 @overload
 def workflow(*, name: str | None = None) -> Callable[[F], F]: ...
 def workflow(function: Any = None, *, name: str | None = None) -> Any:
-    """Mark a workflow function, so that a file can be named without naming its function.
-
-    The function itself is returned, with a mark and otherwise unchanged. `name` is another name
-    for it in `path/file.py:name`.
-    """
+    """Mark a workflow function, so that a file can be named without naming its function; returns
+    the function itself. `name` is another name for it in `path/file.py:name`."""
     # Not the function's own __module__: a partial or an object has another one.
     home = sys._getframe(1).f_globals.get("__name__", "")
 
@@ -59,16 +56,11 @@ def workflow(function: Any = None, *, name: str | None = None) -> Any:
 
 
 def resolve(spec: str, base_dir: Path | None = None) -> Any:
-    """The callable that `spec` names.
+    """The callable that `spec` names: `module:function`, `path/file.py:function` or
+    `path/file.py`, relative to the current folder or else to `base_dir`. `function` may be dotted.
 
-    Args:
-        spec: `module:function`, `path/file.py:function` or `path/file.py`. A path is relative to
-            the current folder, or else to `base_dir`. `function` may be dotted.
-
-    Raises:
-        BadInput: nothing is there, it cannot be imported, or it cannot be called. Every fault
-            that lies in `spec` has `spec` as its place; one in the user's file, that line.
-    """
+    Raises BadInput: nothing is there, it cannot be imported, or it cannot be called; at `spec`, or
+    at the line of the user's file that fails."""
     if not spec.strip() or spec.strip().startswith(":"):
         expected = "`module:function` or `path/file.py:function`"
         raise _refused(spec, expected, repr(spec), "write `workflow: path/file.py:function`")
@@ -203,10 +195,8 @@ def _package_name(path: Path) -> str | None:
 
 
 def _refuse_twins(path: Path) -> None:
-    """Refuse a file whose sibling has the name of a module that another file already loaded.
-
-    Modules have one name in a process, so the file would silently get the other one.
-    """
+    """Refuse a file whose sibling has the name of a module that another file already loaded: it
+    would silently get the other one."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError, OSError):

@@ -63,11 +63,8 @@ def check_rows(table: Table) -> Findings:
 
 
 def check_fields(reads: Sequence[FieldRead], *tables: Table) -> Findings:
-    """Fields that the workflow reads but the first rows do not have.
-
-    Of several reads of a field the first one counts. Of several tables or sources a function may
-    read a field of one only: what another one never has is a warning.
-    """
+    """Fields that the workflow reads but the first rows do not have. Of several tables or sources a
+    function may read a field of one only: what another one never has is a warning."""
     found = Findings()
     parts = [part for table in tables for part in _by_source(table)]
     first: dict[str, FieldRead] = {}

@@ -59,15 +59,10 @@ def draw(
     sizes: Mapping[str, int],
     seed: int,
 ) -> Drawn:
-    """Draw the splits. The same sources, shares, sizes and seed give the same rows.
+    """Draw the splits, with `sizes` rows each. The same sources, shares (by name of source;
+    together 1), sizes and seed give the same rows.
 
-    Args:
-        shares: by name of source; together 1.
-        sizes: rows of each of `SPLITS`.
-
-    Raises:
-        BadInput: a source has too few rows.
-    """
+    Raises BadInput: a source has too few rows."""
     seen: set[bytes] = set()
     pools: dict[str, list[Row]] = {}
     duplicates: dict[str, int] = {}
