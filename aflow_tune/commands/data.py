@@ -126,10 +126,10 @@ def _check(options: argparse.Namespace) -> int:
     total = 0
     for table, leaks in leaks_between([training], held_out):
         total += len(leaks)
-        for leak in leaks:
+        for leak, place in leaks:
             kind = "the same as" if leak.exact else f"{leak.similarity:.2f} similar to"
-            print(f"{leak.place}: {kind} {leak.trained}")
-        equal = sum(leak.exact for leak in leaks)
+            print(f"{table.places[leak.held_out]}: {kind} {place}")
+        equal = sum(leak.exact for leak, _ in leaks)
         print(
             f"{table.source}: {len(leaks)} of {len(table.rows)} rows leak "
             f"({equal} equal, {len(leaks) - equal} nearly)"

@@ -69,8 +69,7 @@ def choose_engine(config: AflowConfig) -> tuple[str, str]:
 
 
 def removes_padding() -> bool:
-    """Whether flash-attn's functions that take padding out are there, which not every package of
-    that name has."""
+    """Whether flash-attn's functions that take padding out are there."""
     try:
         return importlib.util.find_spec("flash_attn.bert_padding") is not None
     except ImportError:  # of `flash_attn`, which this imports

@@ -123,9 +123,9 @@ def _checked_table(
     return None if rows.faults else table
 
 
-# --- The data set of `mode: train` ----------------------------------------------------------------
-# Keys and meaning are Trinity's: `sft` takes `messages` that end with the assistant's turn, or a
-# `prompt` and a `response`; `dpo` a prompt with a `chosen` and a `rejected` answer; `cpt` text.
+# The data set of `mode: train`, as Trinity means it: `sft` takes `messages` that end with the
+# assistant's turn, or a `prompt` and a `response`; `dpo` a prompt with a `chosen` and a `rejected`
+# answer; `cpt` text.
 
 KEY = "buffer.trainer_input.experience_buffer"
 

@@ -278,14 +278,10 @@ def apply_agentscope_args(
 
     Raises BadInput: arguments that describe a single run, for a configuration with `stages`."""
     del judge_func
-    given = {
-        "train_dataset": train_dataset,
-        "eval_dataset": eval_dataset,
-        "model": model,
-        "auxiliary_models": auxiliary_models,
-        "algorithm": algorithm,
-    }
-    if config.stages and (named := [name for name in given if given[name] is not None]):
+    names = ("train_dataset", "eval_dataset", "model", "auxiliary_models", "algorithm")
+    values = (train_dataset, eval_dataset, model, auxiliary_models, algorithm)
+    named = [name for name, value in zip(names, values, strict=True) if value is not None]
+    if config.stages and named:
         expected = "no such argument beside `stages`: each stage has its own"
         fix = "write it into the YAML, at the top level or in the stage that it is for"
         faults = [Fault(f"tune({name}=...)", expected, "one", fix) for name in named]

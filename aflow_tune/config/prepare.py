@@ -112,8 +112,7 @@ def prepare(
 
 
 def _take_out(config: AflowConfig, purpose: Purpose) -> None:
-    """Take out what this purpose and mode do not read, so that a stage may inherit it from the top
-    level; and fill in what the mode alone needs."""
+    """Take out what this purpose and mode do not read: a stage may inherit it from the top level."""
     inputs = config.buffer.explorer_input
     if purpose in (Purpose.EVALUATE, Purpose.ASK):
         config.mode = "bench"
@@ -235,8 +234,7 @@ def adapt_local(config: AflowConfig) -> None:
 
 
 def adapt_cluster(config: AflowConfig, *, fetch: bool) -> None:
-    """Settings of Trinity's vLLM and verl that only have one value that works. `fetch`: a model
-    with a name of ours may be fetched now."""
+    """Settings of Trinity's vLLM and verl of which one value works. `fetch`: models may be now."""
     if config.model.tinker.enable:
         return
     for model in (config.model, *config.explorer.auxiliary_models):
@@ -324,18 +322,14 @@ def set_namespace(config: Config) -> None:
 
 
 def _local_cluster(config: Config) -> None:
-    """The local engine needs no cluster and no GPU."""
+    """The local engine needs no cluster, no GPU and no verl configuration."""
     set_namespace(config)
+    config.trainer.trust_remote_code = config.model.trust_remote_code
     for model in (config.explorer.rollout_model, *config.explorer.auxiliary_models):
         model.gpu_per_engine, model.nnodes = 0, 1
     cluster = config.cluster
     cluster.node_num, cluster.gpu_per_node, cluster.total_gpu_num = 1, 0, 0
     cluster.rollout_gpu_num = cluster.auxiliary_model_gpu_num = cluster.explorer_gpu_num = 0
-
-
-def _local_trainer(config: Config) -> None:
-    """The local trainer reads no verl configuration."""
-    config.trainer.trust_remote_code = config.model.trust_remote_code
 
 
 def _run_monitor(config: Config) -> None:
@@ -361,7 +355,7 @@ def _validators(
         ours[upstream.ExplorerConfigValidator] = LocalExplorerValidator().validate
     if local:
         ours[upstream.RayClusterConfigValidator] = _local_cluster
-        ours[upstream.TrainerConfigValidator] = _local_trainer
+        ours[upstream.TrainerConfigValidator] = set_namespace
     else:
         sized = bool(config.cluster.node_num and config.cluster.gpu_per_node)
         ours[upstream.RayClusterConfigValidator] = ModeKeepingValidator().validate

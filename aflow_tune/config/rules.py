@@ -90,8 +90,7 @@ class Rule(NamedTuple):
 
 
 def check_settings(case: Case, faults: Sequence[Fault] = ()) -> Findings:
-    """What keeps a configuration from its purpose, `faults` found before included, and what is
-    doubtful about it."""
+    """What keeps a configuration from its purpose, `faults` included, and what is doubtful."""
     found, config = Findings(), case.config
     for together in (False, True):
         for rule in RULES:
@@ -101,11 +100,9 @@ def check_settings(case: Case, faults: Sequence[Fault] = ()) -> Findings:
                 and config.mode in (rule.modes or [config.mode])
                 and config.engine == (rule.engine or config.engine)
             ):
-                for item in rule.check(case):
-                    if isinstance(item, Fault):
-                        found.faults.append(item)
-                    else:
-                        found.warnings.append(item)
+                items = list(rule.check(case))
+                found.faults += [item for item in items if isinstance(item, Fault)]
+                found.warnings += [item for item in items if isinstance(item, str)]
         if found.faults:
             break
     found.faults += faults
@@ -274,9 +271,6 @@ def _registered(case: Case) -> Found:
         return
 
 
-# --- What a run needs ---------------------------------------------------------------------------
-
-
 def _needs(case: Case) -> Found:
     """Switches, an algorithm that fits the mode, sound rewards, a monitor, a system prompt."""
     config, mode = case.config, case.config.mode
@@ -346,7 +340,8 @@ def _rows(case: Case) -> Found:
         yield from check_paths(case.config, key, taskset)
     harvest = case.purpose is Purpose.HARVEST
     found = check_data(case.config, case.workflow, case.judge, harvest=harvest)
-    yield from (*found.faults, *found.warnings)
+    yield from found.faults
+    yield from found.warnings
 
 
 def _lengths(case: Case) -> Found:
@@ -372,8 +367,6 @@ def _lengths(case: Case) -> Found:
         found = f"prompt: {prompt or left}, response: {response}"
         yield config.fault(f"model.{name}", expected, found, fix)
 
-
-# --- Several settings together -------------------------------------------------------------------
 
 _BY_GROUP = words(
     """
@@ -500,8 +493,7 @@ _QUANTISING = re.compile(
     r"(explorer\.rollout_model\.extra_engine_args|trainer\.trainer_config)\."
     r"(?!.*\bqat\b)(.*\.)?(quantization|load_in_[48]bit|bnb_)\w*"
 )
-"""Keys that ask for quantised weights. `qat`, which trains for a quantised deployment, itself
-computes in 16 bits."""
+"""Keys that ask for quantised weights. `qat` itself computes in 16 bits."""
 
 
 def _precision_and_gpus(case: Case) -> Found:
@@ -524,9 +516,6 @@ def _precision_and_gpus(case: Case) -> Found:
         told = f"{key.rpartition('.')[2]}: {value}"
         expected = "weights of 16 or 32 bits: trained ones are not quantised (docs/recipes.md)"
         yield config.fault(key, expected, told, "remove it, or train an adapter on vLLM")
-
-
-# --- The table -----------------------------------------------------------------------------------
 
 
 _OF_DATA = (Purpose.EVALUATE, Purpose.HARVEST)

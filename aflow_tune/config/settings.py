@@ -128,7 +128,8 @@ class AflowConfig(Config, AflowSections):
 
     def flatten(self) -> dict[str, Any]:
         """Every setting by its dotted key path; enum members as their values."""
-        found = vars(self).pop("prepared")
+        found = self.prepared
+        del self.prepared
         try:
             return dict(super().flatten())
         finally:

@@ -186,10 +186,8 @@ def settle_paths(config: AflowConfig) -> None:
 def materialise_tasksets(config: AflowConfig, run_dir: Path | None = None) -> None:
     """Link the files of every task set into `<run folder>/data/<role>/<name>/`, its new path.
 
-    To be called on a prepared configuration whose run folder is held; `run_dir`, where it is
-    given, becomes its run folder. For a Ray that others started files are copied: its nodes see
-    the run folder, but perhaps not what it would link to.
-    """
+    To be called on a prepared configuration whose run folder (or else `run_dir`) is held. For a
+    Ray that others started files are copied: its nodes may see the run folder only."""
     if run_dir is not None:
         config.checkpoint_job_dir = str(run_dir)
     copied = on_cluster(config)
@@ -221,8 +219,7 @@ def on_cluster(config: AflowConfig) -> bool:
 
 
 def fill_held_out(config: AflowConfig, taskset: TasksetConfig) -> None:
-    """What Trinity's `BufferConfigValidator`, which would also make folders and want training
-    data, fills into a held-out task set."""
+    """What Trinity's `BufferConfigValidator`, which would make folders, fills into a held-out one."""
     taskset.is_eval = True
     taskset.batch_size = config.buffer.batch_size
     arguments = taskset.rollout_args
@@ -344,8 +341,7 @@ def fields_of_mix(config: AflowConfig) -> tuple[str, ...]:
 
 
 def merge_mix(config: AflowConfig, run_dir: Path) -> None:
-    """Make the training task sets one, read in batches of the configured shares. To be called
-    last: on a prepared configuration with its task sets laid out."""
+    """Make the training task sets, once laid out, one that is read in the configured shares."""
     if not config.mix:
         return
     inputs = config.buffer.explorer_input

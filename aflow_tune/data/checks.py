@@ -114,22 +114,20 @@ def check_overlap(training: Sequence[Table], held_out: Sequence[Table]) -> Findi
             "`aflow-tune data check TRAIN TEST`"
         )
     for table, leaks in leaks_between(training, held_out, near=near):
-        told = {
-            exact: [f"{leak.place} {sign} {leak.trained}" for leak in leaks if leak.exact is exact]
-            for exact, sign in ((True, "="), (False, "~"))
-        }
-        shown = {
-            exact: f"{len(pairs)} of {len(table.rows)}: {'; '.join(pairs[:_EXAMPLES])}"
-            for exact, pairs in told.items()
-            if pairs
-        }
-        if True in shown:
-            expected = "held-out items that do not occur in the training data"
-            fix = "remove them from one of the two files: a score on trained items says nothing"
-            found.faults.append(Fault(table.source, expected, shown[True], fix))
-        if False in shown:
-            text = f"held-out items with a similarity of {NEAR} or more to a training item"
-            found.warnings.append(f"{table.source}: {text}: {shown[False]}")
+        for exact, sign in ((True, "="), (False, "~")):
+            pairs = [
+                f"{table.places[leak.held_out]} {sign} {place}"
+                for leak, place in leaks
+                if leak.exact is exact
+            ]
+            told = f"{len(pairs)} of {len(table.rows)}: {'; '.join(pairs[:_EXAMPLES])}"
+            if pairs and exact:
+                expected = "held-out items that do not occur in the training data"
+                fix = "remove them from one of the two files: a score on trained items says nothing"
+                found.faults.append(Fault(table.source, expected, told, fix))
+            elif pairs:
+                text = f"held-out items with a similarity of {NEAR} or more to a training item"
+                found.warnings.append(f"{table.source}: {text}: {told}")
         repeated = len(table.rows) - len({fingerprint(row) for row in table.rows})
         if repeated:
             found.warnings.append(

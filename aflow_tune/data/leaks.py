@@ -64,15 +64,6 @@ class Leak(NamedTuple):
     exact: bool
 
 
-class Place(NamedTuple):
-    """A leak by the places of its two rows."""
-
-    place: str
-    trained: str
-    similarity: float
-    exact: bool
-
-
 def fingerprint(row: Mapping[str, Any]) -> bytes:
     """The same for rows whose inputs are equal after normalisation."""
     columns = _inputs(tuple(row))
@@ -120,22 +111,12 @@ def find_leaks(
 
 def leaks_between(
     training: Sequence[Table], held_out: Sequence[Table], *, near: bool = True
-) -> list[tuple[Table, list[Place]]]:
-    """`find_leaks` for tables that were read, with the places of the rows."""
+) -> list[tuple[Table, list[tuple[Leak, str]]]]:
+    """`find_leaks` for each held-out table that was read, with the place of the trained row."""
     rows = [row for table in training for row in table.rows]
     places = [place for table in training for place in table.places]
-    return [
-        (
-            table,
-            [
-                Place(
-                    table.places[leak.held_out], places[leak.trained], leak.similarity, leak.exact
-                )
-                for leak in find_leaks(rows, table.rows, near=near)
-            ],
-        )
-        for table in held_out
-    ]
+    found = [(table, find_leaks(rows, table.rows, near=near)) for table in held_out]
+    return [(table, [(leak, places[leak.trained]) for leak in leaks]) for table, leaks in found]
 
 
 def near_pairs(
