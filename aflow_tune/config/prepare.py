@@ -112,7 +112,7 @@ def prepare(
 
 
 def _take_out(config: AflowConfig, purpose: Purpose) -> None:
-    """Take out what this purpose and mode do not read: a stage may inherit it from the top level."""
+    """Take out what this purpose and mode do not read; a stage may inherit it."""
     inputs = config.buffer.explorer_input
     if purpose in (Purpose.EVALUATE, Purpose.ASK):
         config.mode = "bench"

@@ -219,7 +219,7 @@ def on_cluster(config: AflowConfig) -> bool:
 
 
 def fill_held_out(config: AflowConfig, taskset: TasksetConfig) -> None:
-    """What Trinity's `BufferConfigValidator`, which would make folders, fills into a held-out one."""
+    """What Trinity's `BufferConfigValidator`, which also makes folders, fills in."""
     taskset.is_eval = True
     taskset.batch_size = config.buffer.batch_size
     arguments = taskset.rollout_args

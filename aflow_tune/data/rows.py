@@ -21,9 +21,6 @@ ROW_LIMIT = 100_000
 """Rows that are read of one table for checking."""
 _FAULT_LIMIT = 5
 
-ORIGINAL_SOURCE = "original_source"
-"""Where a row's own `source` goes if it says something else than where we take the row from."""
-
 SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv"}
 SUFFIXES |= {".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 
@@ -83,7 +80,7 @@ def with_source(row: Mapping[str, Any], source: str, benchmark: str | None) -> d
     """The row with the name of its source and, where it is known, of its benchmark."""
     content = dict(row)
     if content.get("source") not in (None, source):
-        content[ORIGINAL_SOURCE] = content["source"]
+        content["original_source"] = content["source"]
     content["source"] = source
     if benchmark is not None:
         content["benchmark"] = benchmark
