@@ -25,11 +25,8 @@ buffer:
   batch_size: 32
   explorer_input:
     taskset: {name: gsm8k, storage_type: file, path: openai/gsm8k, subset_name: main, split: train}
-explorer:
-  rollout_model: {engine_num: 4, enable_history: true, tool_call_parser: hermes, dtype: bfloat16}
+explorer: {rollout_model: {engine_num: 4, enable_history: true, dtype: bfloat16}}
 synchronizer: {sync_style: dynamic_by_explorer, sync_method: 'nccl', sync_interval: 2}
-trainer: {use_dynamic_bsz: true, ulysses_sequence_parallel_size: 2}
-monitor: {monitor_type: tensorboard}
 """
 
 

@@ -98,7 +98,6 @@ def test_verl_takes_what_trinity_makes_of_it(path: Path) -> None:
     "given",
     [
         "{actor_rollout_ref: {model: {override_config: {attn_implementation: eager}}}}",
-        "{actor_rollout_ref: {actor: {}}, model: {use_fused_kernels: false}}",
     ],
 )
 def test_attention_is_set_in_the_layout_that_is_used(given: str) -> None:

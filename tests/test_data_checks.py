@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gzip
 import json
 import random
@@ -101,10 +100,6 @@ class Callable:
         return float(row["question"])
 
 
-async def extra_first(scale: float, task: dict, model: Any) -> float:
-    return scale * task["value"]
-
-
 async def rebinds(task: dict, model: Any) -> float:
     task = dict(task)
     return task["nothing_is_claimed"]
@@ -117,7 +112,6 @@ def test_fields_that_a_function_reads(tmp_path: Path) -> None:
     assert [read.tolerant for read in reads] == [False, True, True, False]
     assert reads[0].where == place
     assert [read.name for read in task_reads(Callable())] == ["question"]
-    assert [read.name for read in task_reads(functools.partial(extra_first, 2.0))] == ["value"]
     assert task_reads(rebinds) == task_reads(len) == []
 
     rows = [{"qestion": "a", "answer": "1", "hint": "h"}, {"qestion": "b", "hint": "h"}]
