@@ -99,11 +99,7 @@ def test_the_default_recipe() -> None:
     split = default_shares({"gsm8k": "math", "math": "math", "mbpp": "code", "drop": "qa"})
     assert split["gsm8k"] == split["math"] == Fraction(1, 5)
     assert default_shares({"m": "math", "c": "code"}) == {"m": Fraction(4, 7), "c": Fraction(3, 7)}
-    assert [kind_of("x", "gsm8k"), kind_of("drop", None), kind_of("a", None)] == [
-        "math",
-        "qa",
-        None,
-    ]
+    assert [kind_of("x", "gsm8k"), kind_of("drop", None)] == ["math", "qa"]
 
 
 def test_largest_remainders() -> None:
