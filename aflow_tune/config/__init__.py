@@ -8,10 +8,8 @@ FSDP workers compute on processors (`on_processors`).
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -71,22 +69,13 @@ def stand_in_for_vllm() -> None:
             setattr(sys.modules[parent], child, module)
 
 
-def cuda_available() -> bool:
-    """`torch.cuda.is_available()`; where there is no driver PyTorch, which takes a second to
-    import, is not asked."""
-    if "torch" not in sys.modules and not Path("/dev/kfd").exists():  # AMD's
-        try:
-            ctypes.CDLL("libcuda.so.1")
-        except OSError:
-            return False
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def on_processors() -> bool:
     """Whether vLLM and verl would compute on processors here."""
-    return importlib.util.find_spec("trinity_on_cpu") is not None and not cuda_available()
+    if importlib.util.find_spec("trinity_on_cpu") is None:
+        return False
+    import torch
+
+    return not torch.cuda.is_available()
 
 
 stand_in_for_vllm()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.config import cuda_available, on_processors, vllm_installed
+from aflow_tune.config import on_processors, vllm_installed
 from aflow_tune.config.settings import AflowConfig
 from aflow_tune.engines.local.models import pick_device, pick_dtype
 from aflow_tune.errors import BadInput, Fault
@@ -47,8 +47,10 @@ def choose_engine(config: AflowConfig) -> tuple[str, str]:
         return "local", "as configured"
     if remote:
         return "trinity", f"`model.{remote}.enable` is enabled, which samples and trains elsewhere"
+    import torch
+
     missing = []
-    if not cuda_available() and not (config.engine == "trinity" and on_processors()):
+    if not torch.cuda.is_available() and not (config.engine == "trinity" and on_processors()):
         missing.append("no CUDA device")
     if not vllm_installed():
         missing.append("vLLM is not installed")

@@ -10,13 +10,11 @@ from __future__ import annotations
 import inspect
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
 
-from aflow_tune.config import cuda_available
 from aflow_tune.config.accounting import check_spend
 from aflow_tune.config.engine import check_devices
 from aflow_tune.config.file_rules import (
@@ -434,6 +432,7 @@ _NEEDS_MORE = ("mix", "mix_chord", "on_policy_distill", "jsd")
 
 
 def _local_settings(case: Case) -> Found:
+    import torch
     from trinity.algorithm import ALGORITHM_TYPE
 
     config, adapters = case.config, case.config.model.lora_configs
@@ -464,8 +463,8 @@ def _local_settings(case: Case) -> Found:
         if config.local.dtype in ("bf16", "bfloat16"):
             yield config.wrong("local.dtype", "fp32 with `deterministic: true`", "dtype: fp32")
     device = config.local.device
-    there = {"cuda": cuda_available, "mps": lambda: sys.platform == "darwin"}
-    if device in there and not there[device]():
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not there.get(device, True):
         yield config.fault("local.device", f"a machine with {device}", "none", "device: auto")
 
 
