@@ -279,8 +279,8 @@ def apply_agentscope_args(
     Raises BadInput: arguments that describe a single run, for a configuration with `stages`."""
     del judge_func
     names = ("train_dataset", "eval_dataset", "model", "auxiliary_models", "algorithm")
-    values = (train_dataset, eval_dataset, model, auxiliary_models, algorithm)
-    named = [name for name, value in zip(names, values, strict=True) if value is not None]
+    given = (train_dataset, eval_dataset, model, auxiliary_models, algorithm)
+    named = [name for name, value in zip(names, given, strict=True) if value is not None]
     if config.stages and named:
         expected = "no such argument beside `stages`: each stage has its own"
         fix = "write it into the YAML, at the top level or in the stage that it is for"
