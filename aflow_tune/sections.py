@@ -1,8 +1,7 @@
-"""Our sections of the configuration, and where in the user's input every key stands.
+"""Our sections of the configuration, beside Trinity's own, and where every key was written.
 
-A configuration is Trinity's YAML with these sections beside Trinity's own. They are plain
-dataclasses: this module imports neither Trinity nor OmegaConf. What a key may hold is decided by
-its type and, for words, by the `choices` in its metadata; `config/schema.py` reads both.
+Plain dataclasses: this module imports neither Trinity nor OmegaConf. What a key may hold is decided
+by its type and, for words, by the `choices` in its metadata.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ class BudgetSection:
     """Limits, over all roles, processes and commands of a run, at which it saves and stops."""
 
     wall_seconds: float | None = None
-    """Seconds from the start of the command. None: no limit."""
+    """Seconds from the start of the command. None: no limit, here and below."""
     usd: float | None = None
-    """US dollars. Every model that is called needs a known price. None: no limit."""
+    """US dollars. Every model that is called needs a known price."""
     tokens: int | None = None
-    """Prompt and completion tokens together. None: no limit."""
+    """Prompt and completion tokens together."""
     calls: int | None = None
-    """Calls of models; retries and answers from the cache are none. None: no limit."""
+    """Calls of models; retries and answers from the cache are none."""
 
 
 @dataclass
@@ -74,9 +73,7 @@ class PriceSettings:
     """What a model costs, in US dollars for a million tokens, or whose listed price it has."""
 
     input: float | None = None
-    """For prompt tokens."""
     output: float | None = None
-    """For completion tokens."""
     cached_input: float | None = None
     """For prompt tokens that the vendor had cached. None: the same as `input`."""
     listed: str | None = None
@@ -129,8 +126,8 @@ class AnsweringSection:
     entry_point: str = "entry_point"
     """The field with the name of the function to write, for problems of code."""
     test_cases: str | None = None
-    """Public tests for the operator Test: rows with entry_point and test, a list of asserts on
-    `candidate`. Never the tests that answers are scored by."""
+    """Public tests for the operator Test, never those that answers are scored by: rows with
+    entry_point and test, a list of asserts on `candidate`."""
     timeout: float = 180.0
     """Seconds that one rollout may run a graph, calls of models included."""
     models: dict[str, str] = field(default_factory=dict)
@@ -246,9 +243,8 @@ class FivePartSection:
     token_limit: int = 8192
     """The same in tokens, for rollouts with a call whose price is not known."""
     seconds_limit: float = 60.0
-    """Half of simplicity falls from 1 to 0 at this time of a rollout."""
     operator_limit: int = 10
-    """The other half falls from 1 to 0 at this number of operator calls."""
+    """Each half of simplicity falls to 0 at so much time, and so many operator calls."""
 
 
 @dataclass
@@ -348,15 +344,15 @@ class KeyPositions:
     base: Path | None = None
     """Where relative paths are looked for after the current folder: that of the YAML."""
     lines: dict[str, int] = field(default_factory=dict)
-    """Key path to line of the file, counted from 1."""
+    """Line of the file, counted from 1; this and the next three by key path."""
     overrides: dict[str, str] = field(default_factory=dict)
-    """Key path to the `key=value` of the command line."""
+    """`key=value` of the command line."""
     arguments: dict[str, str] = field(default_factory=dict)
-    """Key path to the argument of `tune()` that set it."""
+    """Argument of `tune()`."""
     raw: dict[str, str] = field(default_factory=dict)
-    """Key path to the text of a value that holds an interpolation, as written."""
+    """Text of a value that holds an interpolation."""
     stage: str = ""
-    """`stages.1` where these are the keys of one stage, as its own configuration has them."""
+    """`stages.1` for the keys of one stage, as its own configuration has them."""
     stage_sections: tuple[str, ...] = ()
     """What a stage may hold."""
     shown: dict[str, str] = field(default_factory=dict)

@@ -18,17 +18,9 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 CLUSTER = ["cluster.ray_address=10.0.0.1:6379"]
 ON_CLUSTER = [path for path in CONFIGS if "\nengine: trinity" in path.read_text()]
 TRAINED_THERE = [path for path in ON_CLUSTER if path.stem != "serve"]
-MAY_CHANGE = (
-    "checkpoint_root_dir",
-    "engine",
-    "monitor.monitor_type",
-    "model.model_path",
-    "buffer.explorer_input.*.path",
-    "buffer.explorer_input.*.split",
-    "buffer.explorer_input.*.name",
-)
-"""Keys that are changed without a change of meaning: paths made absolute, our monitor, the folder
-of a model with a name of ours."""
+MAY_CHANGE = ("checkpoint_root_dir", "engine", "monitor.monitor_type", "model.model_path")
+MAY_CHANGE += tuple(f"buffer.explorer_input.*.{name}" for name in ("path", "split", "name"))
+"""Keys that are changed without a change of meaning, such as paths made absolute."""
 PAGE = (ROOT / "docs" / "training_yaml.md").read_text(encoding="utf-8")
 
 
@@ -79,22 +71,6 @@ def test_it_is_valid_from_any_folder_and_runs_as_it_is_written(path: Path) -> No
 
 
 @pytest.mark.usefixtures("elsewhere")
-@pytest.mark.parametrize(
-    "style",
-    [
-        ["synchronizer.sync_style=fixed", "synchronizer.sync_offset=1"],
-        ["synchronizer.sync_style=explorer_driven", "explorer.over_rollout.ratio=0.2"],
-        ["synchronizer.sync_style=trainer_driven"],
-        ["synchronizer.sync_style=fully_async"],
-    ],
-    ids=lambda style: style[0].rpartition("=")[2],
-)
-def test_each_asynchronous_style_is_valid(style: list[str]) -> None:
-    report = validate(ROOT / "configs" / "async_styles.yaml", [*CLUSTER, *style])
-    assert not report.faults, report.render()
-
-
-@pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("path", TRAINED_THERE, ids=lambda path: path.stem)
 def test_verl_takes_what_trinity_makes_of_it(path: Path) -> None:
     """Trinity's own builder and verl's own classes; the model is only read from a GPU on."""
@@ -121,9 +97,7 @@ def test_verl_takes_what_trinity_makes_of_it(path: Path) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        "{actor_rollout_ref: {actor: {ppo_epochs: 2}}}",
         "{actor_rollout_ref: {model: {override_config: {attn_implementation: eager}}}}",
-        "{actor_rollout_ref: {actor: {}}, model: {use_fused_kernels: false}}",
     ],
 )
 def test_attention_is_set_in_the_layout_that_is_used(given: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gzip
 import json
 import random
@@ -30,9 +29,6 @@ def table(tmp_path: Path, name: str, rows: list[Any]) -> Table:
     return read_table(name, [write_rows(tmp_path / name, rows)])
 
 
-# --- rows ------------------------------------------------------------------------------------
-
-
 def test_formats_give_equal_rows(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl", ROWS)
     (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1))
@@ -49,7 +45,6 @@ def test_formats_give_equal_rows(tmp_path: Path) -> None:
         found = read_table(path.name, [path])
         assert found.rows == ROWS, path.name
         assert (found.total, found.faults, found.complete) == (5, [], True), path.name
-    assert file_format(Path("notes.md")) is None
     assert file_format(Path("model.bin.gz")) is None
 
 
@@ -58,10 +53,8 @@ def test_formats_give_equal_rows(tmp_path: Path) -> None:
     [
         ("a.jsonl", b'{"q": "a"}\n\n{"q": "b"\n[1, 2]\n{"q": "c"}\n', [":3", ":4"]),
         ("a.jsonl", b'{"question": "\xff\xfe"}\n', [""]),
-        ("a.json", b'[{"a": 1},\n{"a": }]', [":2"]),
         ("a.csv", b"q,a\nx,1\ny\n", [":3"]),
         ("a.parquet", b"no parquet", [""]),
-        ("a.jsonl", b"", [""]),
         (
             "a.jsonl",
             b'{"q": "a", "n": 1}\n{"q": "b", "n": 2.5}\n{"q": "c", "n": null}\n'
@@ -79,20 +72,12 @@ def test_broken_rows_and_files_are_named_by_line(
     assert [fault.where for fault in faults] == [f"{path}{place}" for place in places]
 
 
-def test_uneven_columns_and_long_files_are_warnings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = check_rows(table(tmp_path, "a.jsonl", [*ROWS, {"question": "x"}]))
-    assert found.faults == []
-    assert "'answer' (5)" in found.warnings[0]
+def test_a_long_file_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aflow_tune.data.rows.ROW_LIMIT", 3)
     long = table(tmp_path, "a.jsonl", ROWS)
     assert (len(long.rows), long.total, long.complete) == (3, 5, False)
     assert "3 of 5 rows" in check_rows(long).warnings[0]
     assert read_table("a", [tmp_path / "a.jsonl"], whole=True).complete
-
-
-# --- fields ----------------------------------------------------------------------------------
 
 
 async def reads_fields(task: dict, model: Any) -> float:
@@ -115,21 +100,9 @@ class Callable:
         return float(row["question"])
 
 
-async def extra_first(scale: float, task: dict, model: Any) -> float:
-    return scale * task["value"]
-
-
 async def rebinds(task: dict, model: Any) -> float:
     task = dict(task)
     return task["nothing_is_claimed"]
-
-
-def wrapped(function: Any) -> Any:
-    @functools.wraps(function)
-    async def inner(*args: Any) -> Any:
-        return await function(*args)
-
-    return inner
 
 
 def test_fields_that_a_function_reads(tmp_path: Path) -> None:
@@ -138,9 +111,7 @@ def test_fields_that_a_function_reads(tmp_path: Path) -> None:
     assert [read.name for read in reads] == ["question", "hint", "level", "answer"]
     assert [read.tolerant for read in reads] == [False, True, True, False]
     assert reads[0].where == place
-    assert task_reads(wrapped(reads_fields)) == reads
     assert [read.name for read in task_reads(Callable())] == ["question"]
-    assert [read.name for read in task_reads(functools.partial(extra_first, 2.0))] == ["value"]
     assert task_reads(rebinds) == task_reads(len) == []
 
     rows = [{"qestion": "a", "answer": "1", "hint": "h"}, {"qestion": "b", "hint": "h"}]
@@ -163,17 +134,9 @@ async def call_in_loop(task: dict, model: Any) -> float:
     return 1.0
 
 
-async def hands_on(task: dict, model: Any) -> float:
-    await model([])
-    return float(hash(model))
-
-
 def test_how_often_a_function_calls_its_model() -> None:
-    functions = (two_calls, rebinds, Callable(), call_in_loop, hands_on)
-    assert [most_calls(function) for function in functions] == [2, 0, 0, None, None]
-
-
-# --- leaks -----------------------------------------------------------------------------------
+    functions = (two_calls, rebinds, Callable(), call_in_loop)
+    assert [most_calls(function) for function in functions] == [2, 0, 0, None]
 
 
 def test_a_leak_is_told_with_both_places(tmp_path: Path) -> None:
@@ -213,8 +176,7 @@ def test_the_search_misses_no_pair() -> None:
         return {tuple(split[at : at + 3]) for at in range(max(1, len(split) - 2))}
 
     for threshold in (0.3, 0.5, NEAR, 1.0):
-        # Few texts: no phrase is so common that it is left out.
-        for start in range(0, 60, 20):
+        for start in range(0, 60, 20):  # few texts: no phrase is too common
             left, right = texts[start : start + 10], texts[start + 10 : start + 20]
             wanted = {
                 (i, j)
@@ -229,7 +191,6 @@ def test_the_search_misses_no_pair() -> None:
     ("changed", "exact"),
     [
         (PROBLEM.upper().replace(" ", "  "), True),
-        (PROBLEM.replace(",", "").replace("?", " ?!"), False),
         (PROBLEM + " Explain your answer.", False),
         (PROBLEM.replace("of her friends", "of her best friends"), False),
     ],
@@ -248,7 +209,6 @@ def test_other_problems_and_tasks_of_one_template_are_not_the_same() -> None:
     training = [task.format(n, n + 3, 7 * n) for n in range(60)]
     held_out = [task.format(n, n + 5, 3 * n) for n in range(100, 130)]
     assert kinds(training, held_out) == []
-    assert kinds(training, [training[7].replace(".", " .")]) == [(0, 7, False)]
 
 
 def test_what_makes_an_item_what_it_is() -> None:
@@ -262,9 +222,6 @@ def test_what_makes_an_item_what_it_is() -> None:
     # Without tests beside it, code is what is asked about.
     bug = {"instruction": "Find the bug.", "code": "a = 1 / 0"}
     assert leaks(bug, {**bug, "code": "import nothing"}) == []
-    passage = {"question": "Who?", "context": "Ann did."}
-    assert leaks(passage, {**passage, "context": "Bob did."}) == []
     # One column under two names is the same question, and where it is from says nothing.
-    assert leaks({"question": "Who?", "answer": "I"}, {"problem": "who?"}) == [True]
-    prepared = {"question": "Who?", "source": "a", "benchmark": "b"}
-    assert leaks(prepared, {"question": "Who?"}) == [True]
+    prepared = {"question": "Who?", "source": "a", "benchmark": "b", "answer": "I"}
+    assert leaks(prepared, {"problem": "who?"}) == [True]

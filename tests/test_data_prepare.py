@@ -13,11 +13,21 @@ from data_project import write_rows
 from aflow_tune.cli import main
 
 SIZES = ["--train", "20", "--validation", "4", "--test", "4"]
-SUBJECTS = ("apples", "pears", "plums", "figs", "dates", "limes", "nuts", "beans", "leeks", "peas")
-VERBS = (
-    *("buys", "sells", "paints", "counts", "weighs", "throws"),
-    *("washes", "finds", "hides", "draws", "eats", "loses"),
-)
+SUBJECTS = ["apples", "pears", "plums", "figs", "dates", "limes", "nuts", "beans", "leeks", "peas"]
+VERBS = [
+    "buys",
+    "sells",
+    "paints",
+    "counts",
+    "weighs",
+    "throws",
+    "washes",
+    "finds",
+    "hides",
+    "draws",
+    "eats",
+    "loses",
+]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -40,10 +50,6 @@ def prepare(out: Path, *words: str | Path) -> int:
     return main(["data", "prepare", "--out", str(out), *map(str, words)])
 
 
-def splits(out: Path) -> dict[str, list[dict[str, Any]]]:
-    return {name: read_lines(out / f"{name}.jsonl") for name in ("train", "validation", "test")}
-
-
 def test_the_seed_decides_and_nothing_else(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", sums(60))
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
@@ -51,7 +57,7 @@ def test_the_seed_decides_and_nothing_else(tmp_path: Path) -> None:
     names = ["train.jsonl", "validation.jsonl", "test.jsonl", "manifest.json"]
     a, b, c = ([(tmp_path / run / name).read_bytes() for name in names] for run in "abc")
     assert a == b
-    assert all(one != other for one, other in zip(a, c, strict=True))
+    assert not {*a} & {*c}
 
 
 def test_what_is_nearly_the_same_never_stands_on_both_sides(tmp_path: Path) -> None:
@@ -63,7 +69,7 @@ def test_what_is_nearly_the_same_never_stands_on_both_sides(tmp_path: Path) -> N
     file = write_rows(tmp_path / "rows.jsonl", [*rows, rows[0]])
     out = tmp_path / "out"
     assert prepare(out, f"--source=gsm8k={file}", *SIZES) == 0
-    found = splits(out)
+    found = {name: read_lines(out / f"{name}.jsonl") for name in ("train", "validation", "test")}
     persons = {
         name: {row["question"].split()[0].lower() for row in split} for name, split in found.items()
     }
@@ -73,7 +79,6 @@ def test_what_is_nearly_the_same_never_stands_on_both_sides(tmp_path: Path) -> N
     (about,) = json.loads((out / "manifest.json").read_text())["sources"]
     assert (about["rows"], about["duplicates"]) == (121, 1)
     assert about["near_duplicates_of_held_out"] > 0
-    # All of them are needed: what is left after the held-out ones is too little.
     assert prepare(tmp_path / "more", f"--source=gsm8k={file}", "--train", "112", *SIZES[2:]) == 2
 
 
@@ -89,18 +94,15 @@ def test_files_are_never_overwritten_without_being_told(
     assert not (tmp_path / "train.jsonl").exists()
     assert prepare(tmp_path, *words, "--force") == 0
     assert len(read_lines(tmp_path / "test.jsonl")) == 4
-    assert len(list(tmp_path.iterdir())) == 5  # the rows, three splits, the manifest
 
 
-def test_shares_of_sources_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shares_of_sources_of_ones_own(tmp_path: Path) -> None:
     first = write_rows(tmp_path / "a.jsonl", sums(30))
     second = write_rows(tmp_path / "b.jsonl", [{"q": f"b{n}", "source": "web"} for n in range(30)])
     words = [f"--source=mine={first}", f"--source=other={second}", *SIZES]
-    assert prepare(tmp_path / "out", *words) == 2
-    assert "--ratio mine=0.5 --ratio other=0.5" in capsys.readouterr().err
     ratios = ["--ratio=mine=0.75", "--ratio=other=0.25", "--benchmark=mine=gsm8k"]
     assert prepare(tmp_path / "out", *words, *ratios) == 0
-    train = splits(tmp_path / "out")["train"]
+    train = read_lines(tmp_path / "out" / "train.jsonl")
     assert Counter(row["source"] for row in train) == {"mine": 15, "other": 5}
     assert {row["benchmark"] for row in train} == {"gsm8k", "other"}
     assert {row["original_source"] for row in train if row["source"] == "other"} == {"web"}
@@ -111,10 +113,8 @@ def test_shares_of_sources_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFix
     [
         (["--source=gsm8k=nowhere.jsonl"], "no such file"),
         (["--source=gsm8k=b.jsonl"], "the fields of gsm8k"),
-        (["--source=gsm8k=a.md"], "unknown format"),
         (["--source=gsm9k"], "--source gsm9k"),
         (["--source=x=b.jsonl", "--benchmark=x=gsm9k"], "gsm8k"),
-        (["--source=x=b.jsonl", "--source=x=b.jsonl"], "'x' again"),
         (["--source=x=b.jsonl", "--ratio=y=1"], "--ratio y"),
         (["--source=x=b.jsonl", "--ratio=x=0.4"], "0.4"),
         (["--source=gsm8k=a.jsonl", "--train=90", *SIZES[2:]], "--train 27 --validation 1"),
@@ -131,7 +131,6 @@ def test_bad_input_is_refused_and_nothing_written(
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "a.jsonl", sums(30))
     write_rows(tmp_path / "b.jsonl", [{"q": "b"}])
-    (tmp_path / "a.md").write_text("no rows")
     (tmp_path / "torn.jsonl").write_text('{"q": 1}\n{"q": \n')
     assert prepare(tmp_path / "out", *words) == 2
     assert said in capsys.readouterr().err
@@ -154,5 +153,3 @@ def test_the_check_names_both_places_and_ends_with_2(
     assert output[2].startswith(f"{test}:3: 0.")
     assert output[2].endswith(f"similar to {train}:3")
     assert output[3] == f"{test}: 2 of 3 rows leak (1 equal, 1 nearly)"
-    assert main(["data", "check", str(train), str(tmp_path / "none.jsonl")]) == 2
-    assert "no such file" in capsys.readouterr().err

@@ -10,20 +10,15 @@ from pathlib import Path
 import pytest
 from fake_installed import install
 
-from aflow_tune.cli import main
-from aflow_tune.config import clashes
 from aflow_tune.config.clashes import (
     cure_of,
-    doubtful,
     installed_versions,
     known_clashes,
     matches,
     missing,
-    refuse_clashes,
 )
 from aflow_tune.doctor.lines import State
-from aflow_tune.doctor.machine import check_python, check_versions, pinned_versions, read_pins
-from aflow_tune.errors import BadInput
+from aflow_tune.doctor.machine import check_versions, pinned_versions, read_pins
 
 ROOT = Path(__file__).parents[1]
 TESTED = {
@@ -42,12 +37,6 @@ TESTED = {
 }
 
 
-@pytest.fixture
-def fresh() -> None:
-    """The refusal as in a new process."""
-    refuse_clashes.cache_clear()
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -62,7 +51,6 @@ def fresh() -> None:
 def test_versions_that_pass(changes: dict[str, str]) -> None:
     versions = TESTED | changes
     assert known_clashes(versions) == []
-    assert doubtful(versions) == []
     assert missing(versions) == []
 
 
@@ -92,29 +80,6 @@ def test_a_version_that_breaks_is_found(name: str, version: str) -> None:
     for version in (TESTED | {"vllm": "0.23.0"})[name].split():
         assert matches(version, bounds)
     assert cure_of(clash) == f"python -m pip install {clash.cure!r}"
-
-
-def test_metadata_that_cannot_be_read_is_refused_with_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
-) -> None:
-    """As a broken disk leaves it: `importlib.metadata` raises for it."""
-    for name in ("verl", "aflow_tune"):
-        install(tmp_path, **{name: "0.8.0"})
-        metadata = tmp_path / f"{name}-0.8.0.dist-info" / "METADATA"
-        metadata.write_bytes(b"\xff\xfe\x00")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(BadInput) as refused:
-        refuse_clashes()
-    (found,) = refused.value.faults
-    assert found.found == "verl with METADATA that cannot be read"
-    folder = tmp_path / "verl-0.8.0.dist-info"
-    assert found.cure == f"rm -r {folder} && python -m pip install 'verl==0.8.0'"
-    faults = [line for line in check_versions() if line.state is State.FAULT]
-    assert [line.cure for line in faults] == [found.cure]
-    assert check_python()[0].state is State.OK
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
 
 
 @pytest.mark.parametrize(
@@ -177,7 +142,7 @@ def test_the_doctor_sorts_clashes_ranges_and_differences(
         "nosuchthing is not installed",
     ]
     notes = "\n".join(by_state[State.NOTE])
-    assert "openai 3.54.0: untested" in notes
+    assert "openai 3.54.0" in notes
     assert "peft" in notes
     assert "yarl 0.1 (tested 1.25.1)" in notes
     assert "verl 0.9.0 (tested 0.8.0)" in notes
@@ -191,18 +156,3 @@ def test_the_shipped_versions_are_those_of_the_constraints() -> None:
     )
     assert constraints["trinity-rft"] == "0.6.0"
     assert len(constraints) > 100
-
-
-def test_metadata_without_modules_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
-) -> None:
-    """A package whose files are gone: its version alone says that it is there."""
-    there = clashes._is_there
-    monkeypatch.setattr(clashes, "_is_there", lambda name: name != "trinity" and there(name))
-    found = [line for line in check_versions() if line.state is State.FAULT]
-    assert [line.found.split(" has ")[0] for line in found] == ["trinity-rft"]
-    cure = "python -m pip install --force-reinstall --no-deps 'trinity-rft==0.6.0'"
-    assert found[0].cure == cure
-    with pytest.raises(BadInput) as refused:
-        refuse_clashes()
-    assert [fault.cure for fault in refused.value.faults] == [cure]

@@ -45,15 +45,11 @@ def test_sft_learns_to_say_its_answer(tmp_path: Path, tiny_model_dir: Path) -> N
     result = run_config(config, ["trainer.save_interval=30"])
 
     assert result.steps_done == 60
-    assert [point.step for point in result.checkpoints] == [30, 60]
     metrics = trainer_metrics(data_dir(tmp_path))
     assert metrics[60]["actor/sft_loss"] < 0.2 < metrics[1]["actor/sft_loss"] / 5
     merged = data_dir(tmp_path) / "export" / "merged"
     assert _answer(tiny_model_dir, "tell me 99", 18).strip() != ANSWER
     assert _answer(merged, "tell me 99", 18).strip() == ANSWER
-    assert result.report is not None
-    assert "sft" in result.report.read_text()
-    assert any((data_dir(tmp_path) / "monitor").rglob("events.*"))
     with pytest.raises(AlreadyFinished):
         run_config(config, ["trainer.save_interval=30"])
 

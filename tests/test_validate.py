@@ -10,7 +10,7 @@ from data_project import write_rows
 from tiny import NO_WEIGHTS
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-from aflow_tune.config.changes import fingerprint_of, render_changes, save_resolved
+from aflow_tune.config.changes import fingerprint_of, save_resolved
 from aflow_tune.config.engine import choose_engine
 from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.config.prepare import prepare
@@ -99,14 +99,8 @@ def test_what_is_filled_in_for_the_local_engine(project: Path) -> None:
     assert config.data_processor.experience_pipeline.operators[0].name.endswith("RunFilter")
     assert config.trainer.save_interval == 2  # a tenth of 20 steps
     assert config.explorer.eval_interval == 20  # Trinity's 100 would never be reached
-    assert config.model.lora_configs[0].path is None  # no adapter was written for verl
-    assert rollout.gpu_per_engine == 0
-    for key in ("engine", "explorer.rollout_model.enable_history", "synchronizer.sync_method"):
-        assert changes[key].why, key
     batch = changes["buffer.train_batch_size"]
-    assert (batch.before, batch.after) == (0, 8)
-    assert not [key for key in changes if "namespace" in key or "cache_dir" in key]
-    assert "model.max_prompt_tokens" in render_changes(list(changes.values()))
+    assert (batch.before, batch.after, batch.why) == (0, 8, "batch_size x repeat_times")
 
 
 def test_the_resolved_file_is_a_fixed_point(project: Path) -> None:
@@ -156,8 +150,6 @@ def test_settings_that_cannot_train(project: Path) -> None:
         ((where, fault),) = refused(project, override).items()
         assert where == override
         assert all((fault.expected, fault.found, fault.cure)), override
-    (place,) = refused(project, "model.lora_configs=[{lora_rank: 0}]")
-    assert place.endswith("model.lora_configs[0].lora_rank")
 
 
 def test_train_batch_size_that_calls_can_fill(project: Path) -> None:
@@ -165,16 +157,10 @@ def test_train_batch_size_that_calls_can_fill(project: Path) -> None:
         await model([task["question"]])
         return 1.0
 
-    async def agent(task: dict, model: Any) -> float:
-        return float(bool(model))
-
-    fits = load(project, "buffer.train_batch_size=8")
-    prepare(fits, workflow=one_call)
+    prepare(load(project, "buffer.train_batch_size=8"), workflow=one_call)
     with pytest.raises(BadInput, match="at most 8"):
         prepare(load(project, "buffer.train_batch_size=9"), workflow=one_call)
-    perhaps = load(project, "buffer.train_batch_size=9")
-    prepare(perhaps, workflow=agent)
-    assert any("train_batch_size" in warning for warning in perhaps.warnings)
+    prepare(load(project, "buffer.train_batch_size=9"))
 
 
 def test_one_temperature_for_sampling_and_training(project: Path) -> None:
@@ -182,8 +168,7 @@ def test_one_temperature_for_sampling_and_training(project: Path) -> None:
     config = load(project, f"{key}=0.7")
     prepare(config)
     assert config.model.temperature == 0.7
-    found = refused(project, f"{key}=0.7", "model.temperature=1.0")
-    assert list(found) == [f"{key}=0.7"]
+    assert list(refused(project, f"{key}=0.7", "model.temperature=1.0")) == [f"{key}=0.7"]
 
 
 def test_files_become_folders_that_trinity_reads(project: Path) -> None:
@@ -199,8 +184,7 @@ def test_files_become_folders_that_trinity_reads(project: Path) -> None:
     assert len(reader) == 12
     (task, _) = reader._read_sync(2)
     assert task.raw_task == {"question": "What is 0?", "answer": "0"}
-    # Of a folder the part that is asked for.
-    data = project / "data"
+    data = project / "data"  # of a folder the part that is asked for
     data.mkdir()
     (project / "train.jsonl").rename(data / "train.jsonl")
     key = "buffer.explorer_input.taskset"
@@ -208,14 +192,12 @@ def test_files_become_folders_that_trinity_reads(project: Path) -> None:
     prepare(config)
     materialise_tasksets(config)
     (taskset,) = config.buffer.explorer_input.tasksets
-    assert taskset.split == "train[:5]"
     assert len(TaskFileReader(taskset.to_storage_config())) == 5
     (project / "held_out.jsonl").rename(data / "test-0.jsonl")
     held_out = "buffer.explorer_input.eval_tasksets.0"
     paths = (f"{key}.path={data}", f"{held_out}.path={data}")
     assert prepare(load(project, *paths, f"{held_out}.split=test"))
-    found = refused(project, *paths, f"{held_out}.split=validation")
-    assert "test, train" in found[f"{held_out}.split=validation"].found
+    assert list(refused(project, *paths, f"{held_out}.split=x")) == [f"{held_out}.split=x"]
 
 
 def test_a_sound_configuration_is_valid_and_leaves_no_trace(project: Path) -> None:
@@ -243,7 +225,6 @@ def check(recipe: str, *overrides: str) -> ValidationReport:
 @pytest.mark.parametrize(
     ("asked", "found"),
     [
-        (["trainer.trainer_config.model.override_config.quantization_config=true"], "quantization"),
         (["trainer.trainer_config.actor.fsdp_config.load_in_8bit=true"], "load_in_8bit"),
         (["trainer.trainer_config.actor.fsdp_config.qat={enable: true}"], ""),
         ([f"{SAMPLER}={{quantization: fp8}}"], ""),  # beside an adapter
@@ -258,26 +239,10 @@ def test_what_trinitys_engines_cannot_do(asked: list[str], found: str) -> None:
     assert all(found in fault.found for fault in faults)
 
 
-def test_models_in_folders_have_to_be_whole(tmp_path: Path) -> None:
-    auxiliary = f"explorer.auxiliary_models=[{{name: judge, model_path: {tmp_path}}}]"
-
-    def expected() -> str:
-        (fault,) = check(GRAPH, auxiliary, "cluster.gpu_per_node=3").faults
-        assert "auxiliary_models" in fault.where
-        return fault.expected
-
-    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
-    assert expected() == "weights (*.safetensors)"
-    (tmp_path / "model.safetensors").write_bytes(NO_WEIGHTS[:-1])
-    assert expected() == "whole files of weights"
-    (tmp_path / "model.safetensors").write_bytes(NO_WEIGHTS)
-    assert expected() == "a tokenizer"
-    (tmp_path / "tokenizer.json").write_text("{}")
-    assert expected() == "a chat template"
-    (tmp_path / "chat_template.jinja").write_text("{}")
-    assert not check(GRAPH, auxiliary, "cluster.gpu_per_node=3").faults
-    # A quantised model can be served, not trained.
-    model = f"model.model_path={tmp_path}"
+def test_a_quantised_model_can_be_served_and_not_trained(project: Path) -> None:
+    folder = project / "model"
+    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    model = f"model.model_path={folder}"
     (fault,) = check(GRAPH, model).faults
     assert "awq" in fault.found
     assert not check("serve", model).faults

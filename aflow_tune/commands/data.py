@@ -124,16 +124,15 @@ def _check(options: argparse.Namespace) -> int:
 
     training, *held_out = (_read_file(path) for path in (options.train, *options.test))
     total = 0
-    for leaks in leaks_between([training], held_out):
-        table = leaks.held_out
-        total += len(leaks.found)
-        for leak, place in zip(leaks.found, leaks.places, strict=True):
+    for table, leaks in leaks_between([training], held_out):
+        total += len(leaks)
+        for leak, place in leaks:
             kind = "the same as" if leak.exact else f"{leak.similarity:.2f} similar to"
             print(f"{table.places[leak.held_out]}: {kind} {place}")
+        equal = sum(leak.exact for leak, _ in leaks)
         print(
-            f"{table.source}: {len(leaks.found)} of {len(table.rows)} rows leak "
-            f"({sum(leak.exact for leak in leaks.found)} equal, "
-            f"{sum(not leak.exact for leak in leaks.found)} nearly)"
+            f"{table.source}: {len(leaks)} of {len(table.rows)} rows leak "
+            f"({equal} equal, {len(leaks) - equal} nearly)"
         )
     return ExitCode.BAD_INPUT if total else ExitCode.DONE
 

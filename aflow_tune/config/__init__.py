@@ -1,10 +1,9 @@
 """What a YAML says, read, checked and made ready: Trinity's schema, and our own sections.
 
-Importing this settles how Trinity runs where vLLM, or a GPU, is missing. Trinity 0.6.0 imports
-five names of vLLM when `trinity.common.models.mm_utils` loads, for images and videos only; where
-vLLM is not installed a stand-in has them and raises if one is used. requirements/trinity-cpu.txt
-installs vLLM's CPU build and a shim, `trinity_on_cpu`, which lets Trinity's vLLM worker and
-verl's FSDP workers compute on processors (`on_processors`).
+Importing this settles how Trinity runs where vLLM is missing: Trinity 0.6.0 imports five names of
+it for images and videos, for which a stand-in takes its place. requirements/trinity-cpu.txt
+installs vLLM's CPU build and a shim, `trinity_on_cpu`, which lets Trinity's vLLM worker and verl's
+FSDP workers compute on processors (`on_processors`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What a run may spend: its limits, the file that counts, and the prices that they need.
 
-A step in which the budget ended is not trained, and an evaluation is not counted: some of its
-episodes failed for want of money, which says nothing about the policy. The state before is saved;
-with a higher limit the same command does the step again.
+A step or an evaluation in which the budget ended does not count: some of its episodes failed for
+want of money. The state before is saved; with a higher limit the same command goes on from it.
 """
 
 from __future__ import annotations
@@ -36,13 +35,8 @@ def stop_at_limit(config: AflowConfig) -> None:
 
 
 def check_spend(config: AflowConfig, *, tuned: bool = True) -> Iterable[Fault]:
-    """What is wrong with the models and the limits, keys and prices that are missing included.
-
-    Prices that stand in for those of an address are said among the configuration's warnings.
-
-    Args:
-        tuned: whether the model being tuned is asked; `check_served` checks one in its place.
-    """
+    """What is wrong with the models and the limits, missing keys and prices included. `tuned`:
+    whether the model being tuned is asked; `check_served` checks one in its place."""
     faults = [*check_models(config.models), *check_budget(config.budget)]
     if config.budget.usd is not None and not faults:
         policy = {POLICY: ModelSettings()} if tuned else {}

@@ -1,8 +1,7 @@
 """What preparing a configuration changed, the file beside the run, and what a resumed run keeps.
 
-The list is the difference between the settings as loaded and as run. Settings that Trinity
-fills in for its own use (marked 'do not set' in its schema) are left out of it: they repeat
-others and nobody can act on them. Every other difference is listed with its reason.
+The list is the difference between the settings as loaded and as run, each with its reason, without
+those that Trinity fills in for its own use.
 """
 
 from __future__ import annotations
@@ -43,60 +42,44 @@ HIDDEN = words(
     model.lora_configs.*.is_dummy buffer.explorer_input.taskset buffer.explorer_input.tasksets
     """
 )
-"""Key patterns that the table leaves out: filled in for Trinity's own use."""
 
 READ_FROM = "# read from: "
 """In a saved configuration, before the file (as JSON) that its relative paths may go out from."""
 
 _LOCAL_WHY = {
-    "explorer.concurrent_mode": "rollouts of one task go on side by side",
-    "explorer.rollout_model.engine_num": "the local engine samples in one process",
-    "explorer.rollout_model.*_parallel_size": "the local engine samples in one process",
     "local.dtype": "`deterministic: true` computes in fp32",
-    "synchronizer.sync_method": "the local engine passes weights in memory",
-    "synchronizer.sync_style": "the local engine takes turns: roll out, train, synchronise",
-    "synchronizer.sync_interval": "the local engine synchronises after every step",
-    "synchronizer.sync_offset": "the local engine always samples with the newest weights",
+    "synchronizer.*": "the local engine rolls out, trains and synchronises in turn, in memory",
+    "explorer.runner_per_model": "tasks at once: slots of one process",
     "trainer.save_interval": "so that an interrupted run loses at most a tenth of its steps",
     "trainer.max_checkpoints_to_keep": "full weights are large; the newest and the best are enough",
     "data_processor.experience_pipeline.save_input": "a copy of every experience is not kept",
     "algorithm.sample_strategy": "trains on whole steps, however many calls their rollouts made",
+    "explorer.eval_interval": "would never be reached in this run",
 }
-"""Reasons that hold for the local engine; looked up before `_WHY`."""
+"""Reasons that hold for the local engine only."""
 
 _WHY = {
-    "synchronizer.sync_method": "the only one that Trinity has for this mode or for LoRA",
+    "synchronizer.sync_method": "the only one that works in this mode or with LoRA",
     "synchronizer.sync_interval": "synchronised when saved",
-    "engine": "chosen for this machine",
     "mode": "chosen for this machine",
     "name": "the folder of that name is in use and `continue_from_checkpoint` is false",
     "checkpoint_root_dir": "made absolute: workers start elsewhere",
     "*model_path": "made absolute: workers start elsewhere",
-    "explorer.rollout_model.enable_history": "needed: only recorded calls can be trained",
-    "explorer.rollout_model.enable_openai_api": "needed: workflow functions call this API",
-    "explorer.rollout_model.enable_auto_tool_choice": "lets agents use tools",
-    "explorer.rollout_model.tool_call_parser": "the parser for `enable_auto_tool_choice`",
+    "explorer.rollout_model.enable_*": "calls of your function are served and recorded with this",
     "*.default*_workflow_type": "runs your workflow function",
-    "explorer.rollout_model.gpu_memory_utilization": "the trainer shares the GPU",
     "explorer.runner_per_model": "no more runners than tasks of a batch",
     "explorer.eval_interval": "evaluated as often as weights are synchronised",
     "explorer.max_timeout": "longer than `rollout.run_timeout`, which is the limit that counts",
     "rollout.run_timeout": "no longer than `explorer.max_timeout`",
-    "trainer.max_token_len_per_gpu": "Trinity: twice `model.max_model_len`",
     "monitor.monitor_type": "writes TensorBoard and the metrics.jsonl of the live panel",
-    "data_processor.experience_pipeline.operators*": "takes failed rollouts out before training",
+    "data_processor.experience_pipeline.operators*": "drops failed rollouts",
     "algorithm.*": "the default of this algorithm",
-    "model.max_model_len": "prompt and response together",
-    "model.max_*_tokens": "what `max_model_len` leaves beside the other part",
-    "model.min_response_tokens": "below `max_response_tokens`",
+    "model.max_*": "prompt and response share `max_model_len`",
     "model.temperature": "that of the task set, which is what is sampled with",
     "buffer.train_batch_size": "batch_size x repeat_times",
     "buffer.explorer_input.*tasksets.*.path": "made absolute, or a folder as Trinity needs it",
     "buffer.explorer_input.*tasksets.*.s[pu]*": "a single file is one split, named train",
-    "buffer.explorer_input.*tasksets.*.name": "every task set needs a name",
-    "continue_from_checkpoint": "resuming is decided by the run folder's own state",
-    "ignore_validator_suggestions": "nobody is there to answer a question",
-    "*": "filled in by Trinity's validators",
+    "*": "filled in so that Trinity can run it",
 }
 """Reason by key pattern; the first match counts."""
 
@@ -107,12 +90,10 @@ _WIDTH = 48
 def differences(
     before: Mapping[str, Any], after: Mapping[str, Any], reasons: Mapping[str, str]
 ) -> list[Change]:
-    """The changes from `before` to `after`, two flattened configurations.
-
-    `reasons` holds what is known about single keys and wins over `_WHY`.
-    """
+    """The changes from `before` to `after`, two flattened configurations; `reasons` of single keys
+    win over the tables."""
     local = _LOCAL_WHY if after.get("engine") == "local" else {}
-    patterns = {**local, **_WHY, **local}  # the order of the first, with its reasons
+    patterns = [*local.items(), *_WHY.items()]
     # Trinity turns the one `taskset` into the first of `tasksets`.
     single, first = "buffer.explorer_input.taskset.", "buffer.explorer_input.tasksets.0."
     written = _collapsed({key.replace(single, first, 1): before[key] for key in before})
@@ -124,7 +105,7 @@ def differences(
             continue
         if any(fnmatch.fnmatchcase(key, pattern) for pattern in HIDDEN):
             continue
-        matching = (why for pattern, why in patterns.items() if fnmatch.fnmatchcase(key, pattern))
+        matching = (why for pattern, why in patterns if fnmatch.fnmatchcase(key, pattern))
         why = reasons.get(key) or next(matching)
         changes.append(Change(key, masked(key, old), masked(key, new), why))
     return changes
@@ -145,11 +126,8 @@ def render_changes(changes: Sequence[Change]) -> str:
 
 
 def save_resolved(config: AflowConfig, changes: Sequence[Change], path: Path) -> None:
-    """Write the configuration as it is run, with the changes as comments in front.
-
-    The file loads with `load_config`. Functions are left out; a secret that came from an
-    environment variable is written as the reference to it, any other one is masked.
-    """
+    """Write the configuration as it is run, with the changes as comments in front; it loads with
+    `load_config`. A secret is written as the reference to its environment variable, or masked."""
     header = "".join(
         f"# {display(c.key)}: {_short(c.before)} -> {_short(c.after)} ({c.why})\n" for c in changes
     )
@@ -209,13 +187,11 @@ def _short(value: Any) -> str:
     return text if len(text) <= _WIDTH else "..." + text[3 - _WIDTH :]
 
 
+_ENGINE = "aflow_tune.engines.trinity."
 RENAMED = {
-    f"aflow_tune.engines.trinity.{old}.": f"aflow_tune.engines.trinity.{new}."
-    for old, new in {
-        "settings.readers": "readers",
-        "rollout.anchors": "rollout.operators",
-        "training.sampling": "rollout.operators",
-    }.items()
+    f"{_ENGINE}settings.readers.": f"{_ENGINE}readers.",
+    f"{_ENGINE}rollout.anchors.": f"{_ENGINE}rollout.operators.",
+    f"{_ENGINE}training.sampling.": f"{_ENGINE}rollout.operators.",
 }
 """Modules that have moved, of classes whose dotted paths stand in the files of earlier runs."""
 
@@ -244,7 +220,6 @@ _FREE_KEYS = words(
 _FREE_OF_A_MODEL = re.compile(
     r"models\.[^.]+\.(retries|backoff|timeout|max_concurrency|api_key_env|headers_env)(\.|$)"
 )
-"""How an API is reached. A run that stopped because one was away may go on with more patience."""
 _PRIVATE = words(
     """
     workflow_func judge_func total_epochs total_steps batch_size eval_dir ray_namespace run_dir
@@ -254,8 +229,7 @@ _PLAIN = (int, float, str, bool, type(None))
 
 
 def fingerprint_of(config: AflowConfig) -> dict[str, Any]:
-    """What a resumed run must have in common with its beginning, as plain JSON values; secrets
-    are masked, and may change."""
+    """What a resumed run must have in common with its beginning, as JSON values; secrets masked."""
     # With a data set the latter is the batch; with rollouts it is filled in, and not read.
     own = ("buffer.batch_size", *(("buffer.train_batch_size",) if config.mode == "train" else ()))
     return {

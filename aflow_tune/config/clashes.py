@@ -1,27 +1,20 @@
 """Installed versions that are known to break, each with its reason and what to install.
 
-The table is judged on the metadata of what is installed, without importing any of it: several of
-these clashes break the very import. It is used by `aflow-tune doctor`, for every node of a
-cluster, and at the start of every command that needs Trinity, which refuses. `packaging` may be
-missing as well, and is imported where it is used.
+Judged by metadata, as several of these clashes break the very import: by `aflow-tune doctor`, for
+every node of a cluster, and at the start of every command that needs Trinity, which refuses.
 
-How a line was found: 'seen' means that the versions were installed and the failure was seen;
-'read' that it follows from the installed sources or from the package's own requirements.
+In the table 'seen' means that the versions were installed and the failure was seen; 'read' that it
+follows from the installed sources or from the package's own requirements.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
-import importlib.util
-import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from aflow_tune.contract.import_faults import package_cure
 from aflow_tune.errors import BadInput, Fault
 
 if TYPE_CHECKING:
@@ -57,8 +50,7 @@ CLASHES: tuple[Clash, ...] = (
     Clash("verl", ">=0.9.dev0", "0.9 wants transformers below 5.11, Trinity 5.12.1", _VERL),
     # read: trinity/trainer/trainer.py, is_verl_legacy
     Clash("verl", "<0.8", "Trinity runs other code with it, never tried with ours", _VERL),
-    # seen: get_peft_model_state_dict of a layer with its own state dict: 0 tensors with 0.21.0,
-    # 14 with 0.18 to 0.20
+    # seen: get_peft_model_state_dict: 0 tensors with 0.21.0, 14 with 0.18 to 0.20
     Clash("peft", ">=0.21.dev0", "verl gets no tensors of an adapter", "peft>=0.18,<0.21"),
     # read: agentscope 2.0.11 has neither agentscope.model.TrinityChatModel nor the tuner
     Clash("agentscope", ">=2.dev0", "2.0 dropped TrinityChatModel", _AGENTSCOPE),
@@ -87,23 +79,11 @@ CLASHES: tuple[Clash, ...] = (
     Clash("transformers", "<5.12.1", "Trinity wants 5.12.1 or later", _TRANSFORMERS),
 )
 
-DOUBTS: tuple[Clash, ...] = (
-    # seen: 3.54.0 imports beside agentscope; no call was tried
-    Clash("openai", ">=3.dev0", "untested: 2.x parses structured answers", "openai>=2,<3"),
-    Clash("vllm", ">0.23.0", "untested: Trinity patches vLLM's inside", _VLLM),
-    Clash("transformers", ">=6.dev0", "untested", _TRANSFORMERS),
-)
-"""Not known to break and not refused, only told by `doctor`."""
-
-UNREADABLE = "unreadable"
-"""Stands for the version of what is installed with METADATA that cannot be read."""
-
 NEEDED = ("torch", "ray", "trinity-rft", "transformers", "agentscope", "omegaconf")
 """Without these nothing that trains can be imported."""
 
-_JUDGED = [name for clash in (*CLASHES, *DOUBTS) for name in (clash.name, *clash.beside)]
+_JUDGED = [name for clash in CLASHES for name in (clash.name, *clash.beside)]
 WATCHED: tuple[str, ...] = tuple(dict.fromkeys([*NEEDED, *_JUDGED, "torchvision"]))
-"""Every distribution that a judgement here looks at."""
 
 
 def installed_versions(names: tuple[str, ...] = WATCHED) -> dict[str, str]:
@@ -112,10 +92,8 @@ def installed_versions(names: tuple[str, ...] = WATCHED) -> dict[str, str]:
     for name in names:
         try:
             version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+        except (importlib.metadata.PackageNotFoundError, OSError, UnicodeDecodeError):
             continue
-        except (OSError, UnicodeDecodeError):  # what imports it reads it too, and fails
-            version = UNREADABLE
         if version:  # a left-over folder without METADATA has none
             found[name] = version
     return found
@@ -123,35 +101,20 @@ def installed_versions(names: tuple[str, ...] = WATCHED) -> dict[str, str]:
 
 def known_clashes(installed: Installed) -> list[tuple[Clash, str]]:
     """Each clash of `CLASHES` that is installed, with the versions found in words."""
-    found = [_without_metadata(name) for name, text in installed.items() if text == UNREADABLE]
-    return list(filter(None, [*found, *_judged(CLASHES, installed), _torchvision(installed)]))
-
-
-def doubtful(installed: Installed) -> list[tuple[Clash, str]]:
-    """The same for `DOUBTS`."""
-    return _judged(DOUBTS, installed)
+    found = [_torchvision(installed)]
+    for clash in CLASHES:
+        names = [name for name in (clash.name, *clash.beside) if name in installed]
+        if clash.name in installed and all(
+            name not in installed if wanted is None else matches(installed.get(name, ""), wanted)
+            for name, wanted in {clash.name: clash.breaks, **clash.beside}.items()
+        ):
+            found.append((clash, " beside ".join(f"{name} {installed[name]}" for name in names)))
+    return [one for one in found if one is not None]
 
 
 def missing(installed: Installed) -> list[str]:
     """What is needed and not installed."""
     return [name for name in NEEDED if name not in installed]
-
-
-def hollow(installed: Installed) -> list[str]:
-    """What is needed and installed by its metadata only: its modules are not there."""
-    return [name for name in NEEDED if name in installed and not _is_there(module_of(name))]
-
-
-def module_of(name: str) -> str:
-    """The module of a distribution of `NEEDED`."""
-    return "trinity" if name == "trinity-rft" else name
-
-
-def _is_there(module: str) -> bool:
-    if module in sys.modules:
-        return True
-    spec = importlib.util.find_spec(module)
-    return spec is not None and spec.origin is not None
 
 
 def install(*requirements: str) -> str:
@@ -175,11 +138,7 @@ def refuse_clashes() -> None:
         for one, found in known_clashes(installed)
     ]
     for name in missing(installed):
-        cure = install("aflow-tune")
-        faults.append(Fault(f"the package {name}", "that it is installed", "it is not", cure))
-    for name in hollow(installed):
-        cure = package_cure(module_of(name))
-        faults.append(Fault(f"the package {name}", "its modules", "its metadata only", cure))
+        faults.append(Fault(f"the package {name}", "installed", "no", install("aflow-tune")))
     if faults:
         title = "These installed versions are known to break (`aflow-tune doctor` shows the rest)."
         raise BadInput(title, faults)
@@ -196,34 +155,9 @@ def matches(version: str, specifiers: str) -> bool:
         return False
 
 
-def _judged(table: tuple[Clash, ...], installed: Installed) -> list[tuple[Clash, str]]:
-    found = []
-    for clash in table:
-        names = [name for name in (clash.name, *clash.beside) if name in installed]
-        if clash.name in installed and all(
-            name not in installed if wanted is None else matches(installed.get(name, ""), wanted)
-            for name, wanted in {clash.name: clash.breaks, **clash.beside}.items()
-        ):
-            found.append((clash, " beside ".join(f"{name} {installed[name]}" for name in names)))
-    return found
-
-
-def _without_metadata(name: str) -> tuple[Clash, str]:
-    """METADATA that a broken disk or a killed pip has left: pip cannot replace it either."""
-    place = "the dist-info folder of it"
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # another node's is not here
-        place = shlex.quote(str(getattr(importlib.metadata.distribution(name), "_path", place)))
-    wanted = next((clash.cure for clash in CLASHES if clash.name == name), name)
-    reason = "whatever asks for its version fails"
-    cure = f"rm -r {place} && {install(wanted)}"
-    return Clash(name, "", reason, cure), f"{name} with METADATA that cannot be read"
-
-
 def _torchvision(installed: Installed) -> tuple[Clash, str] | None:
     """A torchvision that was built for another PyTorch; Trinity needs none on a CPU.
-
-    seen: torchvision 0.29.2 beside torch 2.13.0+cpu: transformers cannot import a model.
-    """
+    seen: torchvision 0.29.2 beside torch 2.13.0+cpu: transformers cannot import a model."""
     torch, vision = installed.get("torch"), installed.get("torchvision")
     if torch is None or vision is None:
         return None
@@ -232,9 +166,8 @@ def _torchvision(installed: Installed) -> tuple[Clash, str] | None:
     unmet = any(not matches(torch, str(specifier)) for specifier in wanted[:1])
     if not unmet and (builds[0] == builds[1] or "cpu" not in builds):
         return None
-    cure = "python -m pip uninstall -y torchvision"
-    if "vllm" in installed:
-        cure = "python -m pip install --force-reinstall torch torchvision"
+    what = "install --force-reinstall torch" if "vllm" in installed else "uninstall -y"
+    cure = f"python -m pip {what} torchvision"
     reason = "it was built for another PyTorch: transformers then cannot import its models"
     return Clash("torchvision", "", reason, cure), f"torchvision {vision} beside torch {torch}"
 
@@ -244,15 +177,7 @@ def requirements_of(name: str) -> list[Requirement]:
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
-        lines = importlib.metadata.requires(name) or []
-    except (importlib.metadata.PackageNotFoundError, OSError, UnicodeDecodeError):
+        found = [Requirement(line) for line in importlib.metadata.requires(name) or []]
+    except (importlib.metadata.PackageNotFoundError, InvalidRequirement, OSError, ValueError):
         return []
-    found = []
-    for line in lines:
-        try:
-            requirement = Requirement(line)
-        except InvalidRequirement:
-            continue
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            found.append(requirement)
-    return found
+    return [one for one in found if one.marker is None or one.marker.evaluate({"extra": ""})]

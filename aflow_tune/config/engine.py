@@ -1,8 +1,7 @@
 """Which engine runs a configuration, on which devices, and what its sampler is told.
 
-Looking is cheap: whether a package is there is asked of the import system, and PyTorch, which
-Trinity's own configuration already needs, is asked for CUDA. How GPUs are found, claimed and
-watched is the room `gpus`'; this module says which, how many and for whom.
+How GPUs are found, claimed and watched is the room `gpus`'; this module says which, how many and
+for whom.
 """
 
 from __future__ import annotations
@@ -35,14 +34,9 @@ _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def choose_engine(config: AflowConfig) -> tuple[str, str]:
-    """The engine and the reason for it. A prepared configuration keeps its engine.
+    """The engine ('local' or 'trinity') and the reason; a prepared configuration keeps its own.
 
-    Returns:
-        ('local' or 'trinity', reason in words).
-
-    Raises:
-        BadInput: `engine: trinity` where it cannot run, `engine: local` with a remote service.
-    """
+    Raises BadInput: `engine: trinity` cannot run here, or `engine: local` has a remote service."""
     if config.prepared.engine is not None:
         return config.prepared.engine
     services = ("tinker", "external_model")
@@ -77,21 +71,16 @@ def choose_engine(config: AflowConfig) -> tuple[str, str]:
 
 
 def removes_padding() -> bool:
-    """Whether flash-attn's functions that take padding out are there.
-
-    Asked of the module itself: other packages bring a `flash_attn` without it, and one that was
-    built for another PyTorch cannot be imported.
-    """
+    """Whether flash-attn's functions that take padding out are there."""
     try:
         return importlib.util.find_spec("flash_attn.bert_padding") is not None
-    except ImportError:  # of the package `flash_attn`, which this imports
+    except ImportError:  # of `flash_attn`, which this imports
         return False
 
 
 def _refused(config: AflowConfig, found: str, fix: str) -> BadInput:
-    name = f"`engine: {config.engine}`"
-    fault = config.fault("engine", f"what {name} needs", found, fix)
-    return BadInput(f"{name} cannot run this configuration here.", [fault])
+    title = f"`engine: {config.engine}` cannot run this configuration here."
+    return BadInput(title, [config.fault("engine", "what this engine needs", found, fix)])
 
 
 def give_engine_settings(config: AflowConfig) -> None:
@@ -133,10 +122,7 @@ def sampling_speed(before: dict[str, float], after: dict[str, float]) -> dict[st
 
 def check_devices(config: AflowConfig, engine: str | None = None) -> Iterable[Fault]:
     """What is wrong with `physical_gpus` and `protected_pids`, whatever machine they meet.
-
-    Args:
-        engine: the one that was chosen, where `config.engine` does not say it yet.
-    """
+    `engine`: the one that was chosen, where `config.engine` does not say it yet."""
     where = config.positions.where
     yield from wanted_faults(config.physical_gpus, where(_KEY))
     yield from pid_faults(config.protected_pids, where("protected_pids"))
@@ -159,14 +145,10 @@ def check_devices(config: AflowConfig, engine: str | None = None) -> Iterable[Fa
 
 @contextlib.contextmanager
 def own_devices(config: AflowConfig, say: Callable[[str], None] = print) -> Iterator[None]:
-    """Claim the devices that `physical_gpus` asks for and hide all others, for the block.
+    """Claim the devices that `physical_gpus` asks for and hide all others, for the block; without
+    the setting nothing is claimed or hidden. To be entered before anything looks for CUDA.
 
-    Without the setting nothing is claimed and nothing is hidden. To be entered before anything
-    else may look for CUDA.
-
-    Raises:
-        BadInput: the settings are wrong, or there are not so many free devices.
-    """
+    Raises BadInput: the settings are wrong, or there are not so many free devices."""
     if config.physical_gpus is None:
         yield
         return
@@ -226,7 +208,6 @@ def _engine_by_nvml(config: AflowConfig) -> str:
 @contextlib.contextmanager
 def use_recorded(config: AflowConfig, run_dir: Path) -> Iterator[None]:
     """Record in the run's metrics how much its GPUs on this machine are used, for the block."""
-    logger = logging.getLogger("trinity")
     tail, last = LineTail(run_dir / FILE_NAME), 0
 
     def step() -> int:
@@ -241,19 +222,21 @@ def use_recorded(config: AflowConfig, run_dir: Path) -> Iterator[None]:
         append_metrics(run_dir, ROLE, step, numbers)
 
     most = config.cluster.gpu_per_node if config.engine == "trinity" else None
-    with UseLog(_watched(config), step, write, logger.warning, most=most or None):
+    warn = logging.getLogger("trinity").warning
+    with UseLog(_watched(config), step, write, warn, most=most or None):
         yield
 
 
 def _watched(config: AflowConfig) -> list[Device]:
     """The run's devices on this machine: all that it sees, of which the local engine uses one,
     and none where a service computes, or the CPU."""
-    if config.model.tinker.enable or config.model.external_model.enable:
-        return []
-    if config.engine == "local" and pick_device(config.local.device).type != "cuda":
-        return []
     found = find_ray(config) if uses_ray(config) else None
-    if found is not None and not _is_here(found.address):
+    if (
+        config.model.tinker.enable
+        or config.model.external_model.enable
+        or (config.engine == "local" and pick_device(config.local.device).type != "cuda")
+        or (found is not None and not _is_here(found.address))
+    ):
         return []
     with contextlib.suppress(NvmlUnavailable):
         now = snapshot()

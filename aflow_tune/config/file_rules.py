@@ -1,13 +1,13 @@
 """Rules about what the files hold that a configuration names: models, rows, templates, runs.
 
-Small files of models are read, and rows as far as `data/rows.py` reads them for checking; nothing
-is loaded, fetched or tokenised. Rows of a data set that are too long are found where they are
-tokenised (`engines/trinity/readers.py`), those of a harvest when it begins.
+Nothing is loaded, fetched or tokenised: rows that are too long are found where they are tokenised
+(`engines/trinity/readers.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -45,8 +45,6 @@ from aflow_tune.writer.types import PROBLEM_TYPES
 Function = Callable[..., Any]
 Found = Iterable[Fault | str]
 
-# --- Rows of task sets ----------------------------------------------------------------------------
-
 
 def check_paths(
     config: AflowConfig, key: str, taskset: TasksetConfig | ExperienceBufferConfig
@@ -68,38 +66,31 @@ def check_data(
     *,
     harvest: bool = False,
 ) -> Findings:
-    """Check the rows of every task set: readable, with the fields read, no leaks.
-
-    Paths under which nothing can be read are left to `check_paths`.
-
-    Args:
-        harvest: whether rows that cannot be asked about, or are held out too, are left out later.
-    """
+    """Check the rows of every task set: readable, with the fields read, no leaks. For a `harvest`,
+    rows that cannot be asked about or are held out too are left out later, and not told here."""
     found = Findings()
     reads: list[FieldRead] = []
     for function in filter(None, (workflow, judge)):
         reads += [*task_reads(function), *getattr(function, "reads", ())]
     of_mix = fields_of_mix(config)
+    row_faults = None if harvest else getattr(workflow, "row_faults", None)
     training: list[Table] = []
     held_out: list[Table] = []
     for _, taskset, is_held_out in user_tasksets(config):
-        table = _table(config, taskset, found) if taskset.path else None
+        table = _checked_table(config, taskset, found)
         if table is None:
             continue
-        rows = check_rows(table)
-        row_faults = None if harvest else getattr(workflow, "row_faults", None)
-        given = () if is_held_out else of_mix
-        strange: list[Fault] = []  # rows that a writer cannot ask about or score
-        for row, place in zip(table.rows, table.places, strict=True):
-            if row_faults is None or len(strange) >= 3:
-                break
-            if "benchmark" not in given or row.get("benchmark"):
-                strange += [
-                    replace(fault, where=f"{place}: {fault.where}") for fault in row_faults(row)
-                ]
-        rows.faults += strange
-        found.add(rows)
-        if not rows.faults:
+        rows = zip(table.rows, table.places, strict=True)
+        needs = not is_held_out and "benchmark" in of_mix  # the mix gives it to those without
+        strange = (  # what a writer cannot ask about or score
+            replace(fault, where=f"{place}: {fault.where}")
+            for row, place in rows
+            if row_faults is not None and (not needs or row.get("benchmark"))
+            for fault in row_faults(row)
+        )
+        faults = list(itertools.islice(strange, 3))
+        found.faults += faults
+        if not faults:
             (held_out if is_held_out else training).append(table)
     ungiven = [read for read in reads if read.name not in of_mix]
     together = [training] if config.mix and training else [[table] for table in training]
@@ -116,18 +107,25 @@ def check_data(
     return found
 
 
-def _table(
+def _checked_table(
     config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig, found: Findings
 ) -> Table | None:
-    warning = locate(config, taskset).warning
-    found.warnings += [warning] if warning else []
-    return read_taskset(config, taskset)
+    """The rows of a task set; None where there are none on disk or one is faulty."""
+    if not taskset.path:
+        return None
+    if warning := locate(config, taskset).warning:
+        found.warnings.append(warning)
+    table = read_taskset(config, taskset)
+    if table is None:
+        return None
+    rows = check_rows(table)
+    found.add(rows)
+    return None if rows.faults else table
 
 
-# --- The data set of `mode: train` ----------------------------------------------------------------
-# The keys are Trinity's (`buffer.trainer_input.experience_buffer` and its `format`), and so is the
-# meaning: `sft` takes `messages` that end with the assistant's turn, or a `prompt` and a
-# `response`; `dpo` a prompt with a `chosen` and a `rejected` answer; `cpt` plain text.
+# The data set of `mode: train`, as Trinity means it: `sft` takes `messages` that end with the
+# assistant's turn, or a `prompt` and a `response`; `dpo` a prompt with a `chosen` and a `rejected`
+# answer; `cpt` text.
 
 KEY = "buffer.trainer_input.experience_buffer"
 
@@ -172,14 +170,10 @@ def awaited(config: AflowConfig) -> bool:
 def _check_experience_rows(config: AflowConfig, found: Findings) -> None:
     """Rows that are unreadable, or lack what the algorithm learns from: with file and line."""
     buffer, kind = experience_buffer(config), config.algorithm.algorithm_type
-    if buffer is None or not buffer.path or awaited(config):
+    if buffer is None or awaited(config):
         return
-    table = _table(config, buffer, found)
-    if table is None:
-        return
-    rows = check_rows(table)
-    found.add(rows)
-    if rows.faults or kind not in FROM_DATA:
+    table = _checked_table(config, buffer, found)
+    if table is None or kind not in FROM_DATA:
         return
     problems = [
         Fault(place, *problem)
@@ -187,8 +181,6 @@ def _check_experience_rows(config: AflowConfig, found: Findings) -> None:
         if (problem := _row_problem(kind, buffer.format, row)) is not None
     ]
     found.faults += problems[:5]
-    if len(problems) > 5:
-        found.warnings.append(f"{table.source}: {len(problems)} rows are faulty")
 
 
 _LEARNED = {
@@ -241,20 +233,12 @@ def _is_message(message: Any) -> bool:
     )
 
 
-# --- Models: there, whole, with a chat template ---------------------------------------------------
-
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tokenization_*.py")
-"""Any of these holds a vocabulary, or makes one."""
 
 
 def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True) -> Found:
-    """The policy's model and the auxiliary ones.
-
-    Args:
-        whole: ask for weights, tokenizer and chat template too. False where only the sizes in
-            config.json are read.
-        policy: False where only auxiliary models that run written workflows will be loaded.
-    """
+    """The policy's model and the auxiliary ones. Not `whole`: only the sizes in config.json will be
+    read. Not `policy`: only auxiliary models that run written workflows will be loaded."""
     model, auxiliary = config.model, config.explorer.auxiliary_models
     if model.tinker.enable or model.external_model.enable:
         return
@@ -270,21 +254,15 @@ def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True)
         where, name = config.positions.where(f"{key}.model_path"), item.model_path or ""
         folder, bundled = Path(name).expanduser(), name in BUNDLED
         if bundled and whole:
-            yield from _damaged(cache_dir() / name, where)
+            yield from (Fault(where, *damage) for damage in _damaged(cache_dir() / name))
         if not bundled and (folder / "config.json").is_file():
-            for fault in _folder_problems(folder, key, whole, has_template):
-                yield Fault(where, *fault)
-            settings = _read(folder / "config.json") or {}
-            trained = key == "model" and config.mode not in ("bench", "serve", "explore")
-            if trained and (quantised := settings.get("quantization_config")):
+            for problem in _folder_problems(folder, key, whole, has_template):
+                yield Fault(where, *problem)
+            quantised = (_read(folder / "config.json") or {}).get("quantization_config")
+            if key == "model" and quantised and config.mode not in ("bench", "serve", "explore"):
                 kind = quantised.get("quant_method", "quantised")
                 fix = "name the model in 16 bits; docs/recipes.md says what can be quantised"
                 yield Fault(where, "weights in 16 or 32 bits, to train them", kind, fix)
-            longest, asked = settings.get("max_position_embeddings"), item.max_model_len
-            scaled = settings.get("rope_scaling") or not isinstance(longest, int)
-            if not scaled and asked and asked > longest:
-                place = config.positions.where(f"{key}.max_model_len")
-                yield f"{place}: {asked} tokens, but the model was made for {longest}"
             continue
         expected = f"a model folder, a hub id, or one of {', '.join(BUNDLED)}"
         close = None if bundled else nearest(name, BUNDLED, 0.85)
@@ -309,7 +287,8 @@ def _folder_problems(
     settings, tokenizer = _read(folder / "config.json"), _read(folder / "tokenizer_config.json")
     if settings is None:
         yield "a readable config.json", "no JSON object", again
-    if settings is None or not whole:
+        return
+    if not whole:
         return
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -323,11 +302,11 @@ def _folder_problems(
         yield "weights (*.safetensors)", "none in the folder", again
     elif absent := missing_shards(folder):
         yield "every file of weights that its index names", f"no {absent[0]}", "fetch it again"
-    yield from ((fault.expected, fault.found, fault.cure) for fault in _damaged(folder, ""))
+    yield from _damaged(folder)
     names = ("tokenizer.json", "tokenizer_config.json")
     torn = [name for name in names if (folder / name).is_file() and _read(folder / name) is None]
-    classless = tokenizer is not None and "tokenizer_class" not in tokenizer
     templates = ("chat_template.jinja", "chat_template.json")
+    classless = tokenizer is not None and "tokenizer_class" not in tokenizer
     if not classless and not any(next(folder.glob(pattern), None) for pattern in _TOKENIZERS):
         yield "a tokenizer", "none in the folder", again
     elif torn:
@@ -351,9 +330,9 @@ def missing_shards(folder: Path) -> list[str]:
     return sorted(str(name) for name in names if not (folder / str(name)).is_file())
 
 
-def _damaged(folder: Path, where: str) -> Iterator[Fault]:
+def _damaged(folder: Path) -> Iterator[tuple[str, str, str]]:
     for damage in filter(None, map(damage_of, sorted(folder.glob("*.safetensors")))):
-        yield Fault(where, "whole files of weights", damage, f"remove {folder}, fetch it again")
+        yield "whole files of weights", damage, f"remove {folder}, fetch it again"
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -362,13 +341,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
-
-
-# --- The writer, and the harvest of its graphs ----------------------------------------------------
-# The sections themselves are checked in `writer/workflow.py`, which knows no whole configuration.
-
-_OVER_TURNS = ("multi_step_grpo", "gigpo")
-"""Algorithms whose advantage compares rollouts of several calls."""
 
 
 def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found:
@@ -380,9 +352,9 @@ def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found
             yield config.fault("writer.executor", expected, "nothing", "executor: ROLE")
         return
     kind, turns = config.algorithm.algorithm_type, section.turns
-    if turns > 1 and config.mode == "both" and kind not in _OVER_TURNS:
-        better = " or ".join(_OVER_TURNS)
-        yield f"{where('writer.turns')}: {kind} takes each turn for a run of its own; use {better}"
+    if turns > 1 and config.mode == "both" and kind not in ("multi_step_grpo", "gigpo"):
+        better = "use multi_step_grpo or gigpo"
+        yield f"{where('writer.turns')}: {kind} takes each turn for a run of its own; {better}"
     if turns == 1 and config.mode == "both" and kind == "gigpo":
         key = where("algorithm.algorithm_type")
         yield f"{key}: with one turn all calls are made in one state, and gigpo adds nothing"
@@ -398,13 +370,6 @@ def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found
     if needed > limit:
         key = where("rollout.run_timeout")
         yield f"{key}: {limit:g} s, but writer.turns x writer.timeout is {needed:g} s"
-
-
-_HARVEST_NUMBERS = {
-    1: ("teacher_tries", "per_problem", "limit"),
-    0: ("min_score", "per_structure"),
-}
-"""Whole numbers from 1, and shares above 0, at most 1."""
 
 
 def check_harvest(config: AflowConfig) -> Iterator[Fault]:
@@ -439,12 +404,12 @@ def check_harvest(config: AflowConfig) -> Iterator[Fault]:
             if not any(folder.glob("rollouts/step_*.jsonl")):
                 key = f"harvest.runs.{number}"
                 yield config.wrong(key, "a run folder with rollouts", "name that of a training run")
-    for least, names in _HARVEST_NUMBERS.items():
-        for name in names:
-            value = getattr(section, name)
-            if value is not None and not (value >= 1 if least else 0 < value <= 1):
-                expected = "1 or more" if least else "above 0, at most 1"
-                yield config.wrong(f"harvest.{name}", expected, f"{name}: 1")
+    for name in ("teacher_tries", "per_problem", "limit"):
+        if (count := getattr(section, name)) is not None and count < 1:
+            yield config.wrong(f"harvest.{name}", "1 or more", f"{name}: 1")
+    for name in ("min_score", "per_structure"):
+        if (share := getattr(section, name)) is not None and not 0 < share <= 1:
+            yield config.wrong(f"harvest.{name}", "above 0, at most 1", f"{name}: 1")
 
 
 def run_folders(config: AflowConfig) -> list[Path]:

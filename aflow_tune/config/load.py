@@ -1,18 +1,14 @@
 """How a configuration is read: from a YAML, `key=value` overrides, or the arguments of `tune()`.
 
-Reading reports every fault of the file and of the command line at once; what the settings mean
-together is left to `prepare`.
-
-AgentScope's `DatasetConfig`, `TunerModelConfig`, `TinkerConfig` and `AlgorithmConfig` are read by
-their attributes: importing AgentScope's tuner would need its extra. Their meaning is that of
-`agentscope.tuner` 1.0.21; where it replaces whole sections of a YAML (the rollout model), we set
-only the keys that the argument speaks of. Every key set here counts as given by the user.
+Every fault of file and command line is told at once; what the settings mean together is left to
+`prepare`. AgentScope's `DatasetConfig`, `TunerModelConfig`, `TinkerConfig` and `AlgorithmConfig`
+(as in `agentscope.tuner` 1.0.21) are read by their attributes, as importing its tuner would need an
+extra; only the keys that an argument speaks of are set, and count as given by the user.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import json
 import re
@@ -28,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trinity.common.config import InferenceModelConfig, TasksetConfig
 
 from aflow_tune.config.changes import READ_FROM, renamed
-from aflow_tune.config.schema import Check, note_lines
+from aflow_tune.config.schema import Check, nearest, note_lines
 from aflow_tune.config.settings import AflowConfig, value_of
 from aflow_tune.config.stages import check_stages, merge_stages
 from aflow_tune.errors import BadInput, Fault
@@ -55,16 +51,16 @@ _TEMPLATE: dict[str, Any] = {
 }
 
 _MODEL_KEYS = {
-    "model_path": "model.model_path",
-    "max_model_len": "model.max_model_len",
     "max_tokens": "model.max_response_tokens",
-    "temperature": "model.temperature",
-    "top_p": "model.top_p",
-    "enable_thinking": "model.enable_thinking",
-    "tensor_parallel_size": "explorer.rollout_model.tensor_parallel_size",
     "inference_engine_num": "explorer.rollout_model.engine_num",
-    "tool_call_parser": "explorer.rollout_model.tool_call_parser",
-    "reasoning_parser": "explorer.rollout_model.reasoning_parser",
+    **{
+        name: f"model.{name}"
+        for name in ("model_path", "max_model_len", "temperature", "top_p", "enable_thinking")
+    },
+    **{
+        name: f"explorer.rollout_model.{name}"
+        for name in ("tensor_parallel_size", "tool_call_parser", "reasoning_parser")
+    },
 }
 
 _ALGORITHM_KEYS = {
@@ -83,15 +79,9 @@ _TINKER_KEYS = {
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> AflowConfig:
-    """Read a YAML file and `key=value` overrides into a configuration object.
+    """Read a YAML file (None: defaults only) and `key=value` overrides, which win over it.
 
-    Args:
-        path: the file; None for defaults only.
-        overrides: OmegaConf dotlist items; they win over the file.
-
-    Raises:
-        BadInput: the file cannot be read, or keys or values are wrong; every fault is listed.
-    """
+    Raises BadInput: the file cannot be read, or keys or values are wrong; every fault is listed."""
     config, faults = read_config(path, overrides)
     if faults:
         raise BadInput(f"The configuration {path or 'given'} cannot be used.", faults)
@@ -159,8 +149,8 @@ def read_config(
 
 
 def _base_of(path: Path) -> Path:
-    """The folder that relative paths of a configuration go out from: its own, or, of a run's saved
-    one, that of the file it was read from, unless that is gone."""
+    """The folder of a configuration, for its relative paths; of a run's saved one, that of the file
+    it was read from, unless that is gone."""
     with contextlib.suppress(OSError, ValueError):
         for line in path.read_text(encoding="utf-8").splitlines():
             if line.startswith(READ_FROM):
@@ -175,12 +165,10 @@ def _read_yaml(path: Path, positions: KeyPositions) -> tuple[dict[str, Any], lis
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        names = [item.name for item in path.parent.glob("*.y*ml")]
-        close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4)
-        fix = f"check the path; there is {', '.join(close)}" if close else "check the path"
+        near = nearest(path.name, [item.name for item in path.parent.glob("*.y*ml")], 0.4)
+        fix = f"check the path; there is {near}" if near else "check the path"
         found = getattr(error, "strerror", None) or str(error)
         raise _unreadable(path, "a YAML file in UTF-8", found, fix) from None
-
     try:
         loader = _Loader(text)  # refuses control characters
         node = loader.get_single_node()
@@ -218,15 +206,14 @@ def _override(content: dict[str, Any], item: str, positions: KeyPositions) -> li
         fix = "write key=value, such as buffer.total_steps=20; quote it for the shell"
         return [Fault(where, "key=value", repr(item), fix)]
     key, raw = canonical(name), dict[str, str]()
+    check = Check(AflowConfig, lambda _: where, raw, numbered=True)
     try:
-        value = _Loader(text).get_single_data()
+        nested = value = _Loader(text).get_single_data()
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        check.check(nested, AflowConfig)
     except (yaml.YAMLError, RecursionError) as error:
         return [Fault(where, f"a value in YAML for `{name}`", _problem(error), "quote the value")]
-    nested = value
-    for part in reversed(key.split(".")):
-        nested = {part: nested}
-    check = Check(AflowConfig, lambda _: where, raw, numbered=True)
-    check.check(nested, AflowConfig)
     positions.overrides[key] = item
     if check.faults:
         return check.faults
@@ -260,13 +247,12 @@ def _put(content: Any, parts: list[str], value: Any) -> str | None:
 
 def _cut(content: Any, key: str) -> None:
     *parents, last = key.split(".")
-    at = content
     for part in parents:
-        at = at[int(part)] if isinstance(at, list) else at.get(part, {})
-    if isinstance(at, dict):
-        at.pop(last, None)
+        content = content[int(part)] if isinstance(content, list) else content.get(part, {})
+    if isinstance(content, dict):
+        content.pop(last, None)
     else:
-        at[int(last)] = None
+        content[int(last)] = None
 
 
 def _in_reading_order(fault: Fault) -> tuple[bool, int]:
@@ -287,23 +273,15 @@ def apply_agentscope_args(
     experiment_name: str | None = None,
     monitor_type: str | None = None,
 ) -> None:
-    """Write the arguments of `tune()` into `config`; they win over the YAML.
+    """Write the arguments of `tune()` into `config`; they win over the YAML. A configuration
+    without a YAML gets AgentScope's defaults first. `judge_func` is no setting.
 
-    A configuration without a YAML gets AgentScope's defaults first. `judge_func` is not stored:
-    a function is no setting, it is handed to the adapter at the start.
-
-    Raises:
-        BadInput: arguments that describe a single run, for a configuration with `stages`.
-    """
+    Raises BadInput: arguments that describe a single run, for a configuration with `stages`."""
     del judge_func
-    given = {
-        "train_dataset": train_dataset,
-        "eval_dataset": eval_dataset,
-        "model": model,
-        "auxiliary_models": auxiliary_models,
-        "algorithm": algorithm,
-    }
-    if config.stages and (named := [name for name in given if given[name] is not None]):
+    names = ("train_dataset", "eval_dataset", "model", "auxiliary_models", "algorithm")
+    given = (train_dataset, eval_dataset, model, auxiliary_models, algorithm)
+    named = [name for name, value in zip(names, given, strict=True) if value is not None]
+    if config.stages and named:
         expected = "no such argument beside `stages`: each stage has its own"
         fix = "write it into the YAML, at the top level or in the stage that it is for"
         faults = [Fault(f"tune({name}=...)", expected, "one", fix) for name in named]

@@ -1,9 +1,8 @@
 """From settings as written to settings that can be used: `prepare`, for whatever purpose.
 
 In this order: choose the engine, hold the settings against the rules of the purpose, fill in what
-was left out, run Trinity's validators, compare before and after. For the local engine our
-validators take the place of those of Trinity's that speak of GPUs, Ray clusters and verl; the
-others run as they are. Nothing is started here.
+was left out, run Trinity's validators (for the local engine without those about GPUs, Ray clusters
+and verl), compare before and after. Nothing is started here.
 """
 
 from __future__ import annotations
@@ -60,12 +59,10 @@ def prepare(
     """Make `config` ready for a purpose, in place. Idempotent: a second call changes nothing.
 
     Args:
-        purpose: what it is made ready for; CHECK and ESTIMATE leave nothing behind on the disk,
-            ask no cluster and fetch nothing.
-        workflow, judge: the functions, where they are known: a source bounds how many calls a
-            rollout makes, and says which fields it reads of a row.
-        local_model: whether the configured model is going to be loaded; False where the policy
-            is behind an endpoint.
+        purpose: CHECK and ESTIMATE leave nothing on the disk, ask no cluster and fetch nothing.
+        workflow, judge: the functions, where they are known: their source bounds the calls of a
+            rollout, and says which fields of a row they read.
+        local_model: False where the policy is behind an endpoint and will not be loaded.
         faults: what was found wrong before, to be told together.
 
     Returns:
@@ -79,21 +76,21 @@ def prepare(
         return kept.changes
     _take_out(config, purpose)
     before = config.flatten()
-    reasons: dict[str, str] = {}
+    why = ""
     if purpose in RUNS:
-        config.engine, reasons["engine"] = choose_engine(config)
+        config.engine, why = choose_engine(config)
     found = check_settings(Case(config, purpose, workflow, judge, local_model), faults)
     config.warnings.extend(found.warnings)
     if found.faults:
         train = "train" if purpose in RUNS else "be used for this"
         raise BadInput(f"These settings cannot {train}.", found.faults)
-    adapt(config, reasons)
+    adapt(config)
     dry = purpose in (Purpose.CHECK, Purpose.ESTIMATE)
     with _leaving_no_trace(config) if dry else contextlib.nullcontext():
         if purpose in RUNS and config.engine == "local":
-            adapt_local(config, reasons)
+            adapt_local(config)
         elif purpose in RUNS:
-            adapt_cluster(config, reasons, fetch=not dry)
+            adapt_cluster(config, fetch=not dry)
         # Trinity knows no `harvest`: for its validators it is a `bench`, which runs a workflow.
         harvest = config.mode == "harvest"
         config.mode = "bench" if harvest else config.mode
@@ -107,16 +104,15 @@ def prepare(
         if purpose not in RUNS or (config.mode == "train" and held_out):
             fill_held_out(config, taskset)
     if purpose in RUNS:
-        kept.engine = (config.engine, reasons["engine"])
+        kept.engine = (config.engine, why)
     else:
         give_engine_settings(config)
-    kept.changes = differences(before, config.flatten(), reasons)
+    kept.changes = differences(before, config.flatten(), {"engine": why})
     return kept.changes
 
 
 def _take_out(config: AflowConfig, purpose: Purpose) -> None:
-    """Take out what this purpose and mode do not read, before anything is checked, so that a
-    stage may inherit it from the top level; and fill in what the mode alone needs."""
+    """Take out what this purpose and mode do not read; a stage may inherit it."""
     inputs = config.buffer.explorer_input
     if purpose in (Purpose.EVALUATE, Purpose.ASK):
         config.mode = "bench"
@@ -138,15 +134,11 @@ def _take_out(config: AflowConfig, purpose: Purpose) -> None:
         buffer.name = buffer.name or "experiences"
 
 
-def adapt(config: AflowConfig, reasons: dict[str, str]) -> None:
-    """Settings that every workflow function needs on either engine.
+def adapt(config: AflowConfig) -> None:
+    """Settings that every workflow function needs on either engine. A key that the user set is
+    changed only if it cannot mean anything here.
 
-    A key that the user set is changed only if it cannot mean anything here. `reasons`: those of
-    changes for which the table's own would not fit.
-
-    Raises:
-        BadInput: temperatures of training task sets contradict each other.
-    """
+    Raises BadInput: temperatures of training task sets contradict each other."""
     given, model = config.positions.given, config.explorer.rollout_model
     model.enable_history = True
     model.enable_openai_api = True
@@ -162,26 +154,20 @@ def adapt(config: AflowConfig, reasons: dict[str, str]) -> None:
         taskset.name = taskset.name or ("held_out" if held_out else "train")
         taskset.name += f"_{number}" if taskset.name in taken else ""
         taken.add(taskset.name)
-    if not config.checkpoint_root_dir:
-        config.checkpoint_root_dir = "checkpoints"
-        reasons["checkpoint_root_dir"] = "where run folders go; made absolute"
-    config.checkpoint_root_dir = os.path.abspath(os.path.expanduser(config.checkpoint_root_dir))
+    root = config.checkpoint_root_dir or "checkpoints"
+    config.checkpoint_root_dir = os.path.abspath(os.path.expanduser(root))
     algorithm, operators = config.algorithm, config.data_processor.experience_pipeline.operators
     if not any(operator.name == RUN_FILTER for operator in operators):
         arguments = {"max_failed_fraction": config.rollout.max_failed_fraction}
         operators.insert(0, OperatorConfig(name=RUN_FILTER, args=arguments))
     names = [operator.name for operator in operators]
     if (algorithm.advantage_fn or algorithm.algorithm_type) == "gigpo" and ANCHOR_RATE not in names:
-        place = names.index(RUN_FILTER) + 1
-        operators.insert(place, OperatorConfig(name=ANCHOR_RATE))
-        key = f"data_processor.experience_pipeline.operators.{place}"
-        reasons[key] = "measures how often GiGPO has something to compare"
+        operators.insert(names.index(RUN_FILTER) + 1, OperatorConfig(name=ANCHOR_RATE))
     if config.monitor.monitor_type == "tensorboard":
         config.monitor.monitor_type = MONITOR
     if algorithm.algorithm_type == "raft" and algorithm.advantage_fn is None:
-        # Trinity 0.6 would fill in ppo's, which its own pipeline then refuses.
+        # It reads none; Trinity 0.6 would fill in ppo's, which its own pipeline then refuses.
         algorithm.advantage_fn = "reinforce"
-        reasons["algorithm.advantage_fn"] = "raft reads no advantage; this one changes nothing"
     _settle_temperature(config)
     # Our limit of a rollout must end it before Trinity's drops its whole task.
     rollout, explorer = config.rollout, config.explorer
@@ -208,7 +194,7 @@ def _settle_temperature(config: AflowConfig) -> None:
         raise BadInput("Sampling and training would use different temperatures.", faults)
 
 
-def adapt_local(config: AflowConfig, reasons: dict[str, str]) -> None:
+def adapt_local(config: AflowConfig) -> None:
     """Settings of the local engine: turns, memory, one sampler, whole steps."""
     given, explorer, synchronizer = config.positions.given, config.explorer, config.synchronizer
     synchronizer.sync_method = SyncMethod.MEMORY
@@ -219,18 +205,13 @@ def adapt_local(config: AflowConfig, reasons: dict[str, str]) -> None:
     if not given("explorer.concurrent_mode"):
         explorer.concurrent_mode = "asynchronous"
     if not given("explorer.runner_per_model"):
-        # Runners are slots of one process, and evaluations have more tasks than a batch. A large
-        # batch gets fewer, so that rollouts do not spend their time-out waiting for the sampler.
+        # A large batch gets fewer, else rollouts would wait for the sampler until they time out.
         most, repeats = config.local.max_batch, config.algorithm.repeat_times
         crowded = config.buffer.batch_size * repeats > 2 * most
         explorer.runner_per_model = math.ceil(most / repeats) if crowded else most
-        reasons["explorer.runner_per_model"] = "tasks at once: slots of one process"
     for model in (explorer.rollout_model, *explorer.auxiliary_models):
         model.engine_num = model.tensor_parallel_size = 1
         model.data_parallel_size = model.pipeline_parallel_size = 1
-    if config.mode == "train":
-        for name in ("sync_method", "sync_interval", "sync_style"):
-            reasons[f"synchronizer.{name}"] = "Trinity's for a data set; nothing is synchronised"
     if config.mode == "both" and config.algorithm.sample_strategy is None:
         from trinity.algorithm import ALGORITHM_TYPE
 
@@ -250,27 +231,19 @@ def adapt_local(config: AflowConfig, reasons: dict[str, str]) -> None:
     interval = "explorer.eval_interval"
     if steps and (not given(interval) or config.positions.inherited(interval)):
         explorer.eval_interval = min(explorer.eval_interval, steps)
-        reasons[interval] = "would never be reached in this run"
 
 
-def adapt_cluster(config: AflowConfig, reasons: dict[str, str], *, fetch: bool) -> None:
-    """Settings of Trinity's vLLM and verl that only have one value that works.
-
-    Args:
-        fetch: a model with a name of ours may be fetched now, if this machine has it not.
-    """
+def adapt_cluster(config: AflowConfig, *, fetch: bool) -> None:
+    """Settings of Trinity's vLLM and verl of which one value works. `fetch`: models may be now."""
     if config.model.tinker.enable:
         return
     for model in (config.model, *config.explorer.auxiliary_models):
         if model.model_path in BUNDLED and (fetch or is_cached(model.model_path)):
             model.model_path = str(resolve_model(model.model_path))
-            reasons["model.model_path"] = "the folder of this model, which vLLM and verl load"
     synchronizer, trainer = config.synchronizer, config.trainer
     if config.model.lora_configs is not None and synchronizer.sync_method != SyncMethod.CHECKPOINT:
-        # Trinity would set `memory` in colocate mode: then no adapter is written, and vLLM, which
-        # reads it from the checkpoint, finds none.
+        # vLLM reads the adapter from the checkpoint; Trinity would set `memory` to colocate.
         synchronizer.sync_method = SyncMethod.CHECKPOINT
-        reasons["synchronizer.sync_method"] = "vLLM reads the adapter from the checkpoint"
     for lora in config.model.lora_configs or []:
         lora.name = lora.name or "adapter"  # vLLM asks for one; Trinity sends it None
     if not trainer.use_remove_padding:
@@ -279,11 +252,8 @@ def adapt_cluster(config: AflowConfig, reasons: dict[str, str], *, fetch: bool) 
 
 
 def _attending_without_flash_attn(overrides: dict[str, Any]) -> dict[str, Any]:
-    """verl's settings with PyTorch's own attention, unless they name another.
-
-    In the layout that they use: verl's flat one, or its older one below `actor_rollout_ref`, where
-    a `model` wins (trinity/trainer/verl/config.py `_normalize_trainer_config`).
-    """
+    """verl's settings with PyTorch's own attention, unless they name another; in verl's flat layout
+    or in its older one below `actor_rollout_ref`, where a `model` wins."""
     older = overrides.get("actor_rollout_ref")
     if isinstance(older, dict) and ("model" in older or "model" not in overrides):
         return {**overrides, "actor_rollout_ref": _attending_without_flash_attn(older)}
@@ -293,10 +263,8 @@ def _attending_without_flash_attn(overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 class LocalExplorerValidator(upstream.ExplorerConfigValidator):
-    """Trinity's, without the adapter that it would load the whole model to write.
-
-    Nor with its limit of one runner a task of a batch: its runners are processes, ours slots.
-    """
+    """Trinity's, without the adapter that it would load the whole model to write, nor its limit of
+    one runner a task of a batch: its runners are processes, ours slots."""
 
     def validate(self, config: Config) -> None:
         runners = config.explorer.runner_per_model
@@ -308,8 +276,7 @@ class LocalExplorerValidator(upstream.ExplorerConfigValidator):
 
 
 class ModeKeepingValidator(upstream.RayClusterConfigValidator):
-    """Trinity's, which makes `colocate` of every mode on a single GPU, even of those that use it
-    alone: a data set would then be taken for a queue."""
+    """Trinity's makes `colocate` of every mode on a single GPU, even of those that use it alone."""
 
     def _set_cluster_info(self, config: Config) -> None:
         mode, cluster = config.mode, config.cluster
@@ -355,18 +322,14 @@ def set_namespace(config: Config) -> None:
 
 
 def _local_cluster(config: Config) -> None:
-    """The local engine needs no cluster and no GPU."""
+    """The local engine needs no cluster, no GPU and no verl configuration."""
     set_namespace(config)
+    config.trainer.trust_remote_code = config.model.trust_remote_code
     for model in (config.explorer.rollout_model, *config.explorer.auxiliary_models):
         model.gpu_per_engine, model.nnodes = 0, 1
     cluster = config.cluster
     cluster.node_num, cluster.gpu_per_node, cluster.total_gpu_num = 1, 0, 0
     cluster.rollout_gpu_num = cluster.auxiliary_model_gpu_num = cluster.explorer_gpu_num = 0
-
-
-def _local_trainer(config: Config) -> None:
-    """The local trainer reads no verl configuration."""
-    config.trainer.trust_remote_code = config.model.trust_remote_code
 
 
 def _run_monitor(config: Config) -> None:
@@ -392,7 +355,7 @@ def _validators(
         ours[upstream.ExplorerConfigValidator] = LocalExplorerValidator().validate
     if local:
         ours[upstream.RayClusterConfigValidator] = _local_cluster
-        ours[upstream.TrainerConfigValidator] = _local_trainer
+        ours[upstream.TrainerConfigValidator] = set_namespace
     else:
         sized = bool(config.cluster.node_num and config.cluster.gpu_per_node)
         ours[upstream.RayClusterConfigValidator] = ModeKeepingValidator().validate
@@ -424,11 +387,8 @@ def _run_validator(validator: Callable[[AflowConfig], None], config: AflowConfig
 
 @contextlib.contextmanager
 def _leaving_no_trace(config: AflowConfig) -> Iterator[None]:
-    """Trinity's validators make the run's folders, which checking must not leave behind.
-
-    They also import Trinity's selectors, and `datasets` with them, which takes a second, only to
-    ask whether the name of one is known: a rule has asked that before.
-    """
+    """Take away the folders that Trinity's validators make, and keep them from importing Trinity's
+    selectors, and `datasets` with them, for a second: a rule has asked for the names before."""
     folder, name = chain_folder(config), "trinity.buffer.selector"
     own = [folder / "monitor", folder / "buffer", folder, *folder.parents]
     there = [path for path in own if path.exists()]

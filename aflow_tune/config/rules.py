@@ -1,20 +1,17 @@
 """Every rule that refuses or doubts a configuration, in one table: `RULES`.
 
 A rule yields faults, and texts, which are warnings; the table says for which purposes, modes and
-engine it holds. All rules of a case are asked and all faults are told at once; rules over several
-settings only where each single one is sound. What the named files hold is checked in
-`file_rules.py`, devices in `engine.py`, spend in `accounting.py`. What
-Trinity's own validators refuse clearly is left to them.
+engine it holds. All faults of a case are told at once; rules over several settings are asked only
+where each single one is sound. What Trinity's own validators refuse clearly is left to them.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -44,7 +41,6 @@ from aflow_tune.data.checks import Findings
 from aflow_tune.data.fields import most_calls
 from aflow_tune.errors import Fault
 from aflow_tune.scoring.rewards import reward_faults
-from aflow_tune.sections import display
 
 ADAPTER = "aflow_tune.engines.trinity.rollout.adapter.WorkflowAdapter"
 MONITOR = "aflow_tune.engines.trinity.training.monitor.RunMonitor"
@@ -67,16 +63,14 @@ RUNS = (Purpose.RUN, Purpose.CHECK, Purpose.ESTIMATE)
 _WITH_ROLLOUTS = ("both", "explore", "colocate")
 
 
-@dataclass(frozen=True)
-class Case:
-    """A configuration, what it is to be used for, and the functions where they are known."""
+class Case(NamedTuple):
+    """A configuration and how it is going to be used; see `prepare`."""
 
     config: AflowConfig
-    purpose: Purpose = Purpose.RUN
-    workflow: Callable[..., Any] | None = None
-    judge: Callable[..., Any] | None = None
-    local_model: bool = True
-    """Whether the configured model is going to be loaded."""
+    purpose: Purpose
+    workflow: Callable[..., Any] | None
+    judge: Callable[..., Any] | None
+    local_model: bool
 
 
 Found = Iterable[Fault | str]
@@ -94,11 +88,7 @@ class Rule(NamedTuple):
 
 
 def check_settings(case: Case, faults: Sequence[Fault] = ()) -> Findings:
-    """What keeps a configuration from its purpose, and what is doubtful about it.
-
-    Args:
-        faults: what was found wrong before.
-    """
+    """What keeps a configuration from its purpose, `faults` included, and what is doubtful."""
     found, config = Findings(), case.config
     for together in (False, True):
         for rule in RULES:
@@ -108,11 +98,9 @@ def check_settings(case: Case, faults: Sequence[Fault] = ()) -> Findings:
                 and config.mode in (rule.modes or [config.mode])
                 and config.engine == (rule.engine or config.engine)
             ):
-                for item in rule.check(case):
-                    if isinstance(item, Fault):
-                        found.faults.append(item)
-                    else:
-                        found.warnings.append(item)
+                items = list(rule.check(case))
+                found.faults += [item for item in items if isinstance(item, Fault)]
+                found.warnings += [item for item in items if isinstance(item, str)]
         if found.faults:
             break
     found.faults += faults
@@ -177,7 +165,7 @@ _RANGES: tuple[_Value, ...] = (
 )
 
 _BUFFER = "buffer.trainer_input.experience_buffer"
-_LOCAL_MODES = ("both", "train", "bench", "harvest")
+_LOCAL_MODES, _ADAMS = ("both", "train", "bench", "harvest"), ("adam", "adamw")
 _LOCAL_VALUES: tuple[_Value, ...] = (
     ("mode", lambda v: v in _LOCAL_MODES, f"one of {', '.join(_LOCAL_MODES)}", "both"),
     ("synchronizer.sync_style", lambda v: v.value != "fully_async", "taking turns", "fixed"),
@@ -192,21 +180,15 @@ _LOCAL_VALUES: tuple[_Value, ...] = (
     ("algorithm.enable_router_replay", lambda v: not v, "false", "false"),
     ("algorithm.rollout_correction", lambda v: v is None, "null: both engines agree", "null"),
     (f"{_BUFFER}.replay_buffer.enable", lambda v: not v, "false: own rollouts only", "false"),
-    (
-        "algorithm.optimizer.optimizer_type",
-        lambda v: v in ("adam", "adamw"),
-        "adam or adamw",
-        "adam",
-    ),
+    ("algorithm.optimizer.optimizer_type", lambda v: v in _ADAMS, " or ".join(_ADAMS), "adam"),
 )
 """Values that would silently change what is learned if the local engine ignored them."""
 
 
-def _values(config: AflowConfig, table: Sequence[_Value], engine: str = "") -> Found:
+def _values(config: AflowConfig, table: Iterable[_Value], engine: str = "") -> Found:
     for key, good, expected, example in table:
         if not good(value_of(config, key)):
-            fix = f"{key.rpartition('.')[2]}: {example}"
-            yield config.wrong(key, expected + engine, fix)
+            yield config.wrong(key, expected + engine, f"{key.rpartition('.')[2]}: {example}")
 
 
 def _single_values(case: Case) -> Found:
@@ -229,14 +211,22 @@ def _unknown_name(config: AflowConfig, key: str, value: str, words: Iterable[str
 
 
 def _registered(case: Case) -> Found:
-    """Names that Trinity looks up in its registries, or dotted paths of classes."""
-    from trinity.algorithm import ALGORITHM_TYPE, SAMPLE_STRATEGY
+    """Names that Trinity looks up in its registries, or dotted paths of classes; then arguments
+    of the functions that an algorithm is made of."""
+    from trinity import algorithm as known
 
     config, algorithm = case.config, case.config.algorithm
+    functions = {
+        "advantage_fn": known.ADVANTAGE_FN,
+        "policy_loss_fn": known.POLICY_LOSS_FN,
+        "kl_loss_fn": known.KL_FN,
+        "kl_penalty_fn": known.KL_FN,
+        "entropy_loss_fn": known.ENTROPY_LOSS_FN,
+    }
     named: dict[str, Any] = {
-        "algorithm.algorithm_type": ALGORITHM_TYPE,
-        "algorithm.sample_strategy": SAMPLE_STRATEGY,
-        **{f"algorithm.{name}": registry for name, registry in _functions().items()},
+        "algorithm.algorithm_type": known.ALGORITHM_TYPE,
+        "algorithm.sample_strategy": known.SAMPLE_STRATEGY,
+        **{f"algorithm.{name}": registry for name, registry in functions.items()},
     }
     for number, _ in enumerate(config.data_processor.experience_pipeline.operators):
         from trinity.buffer.operators import EXPERIENCE_OPERATORS
@@ -254,17 +244,17 @@ def _registered(case: Case) -> Found:
 
                 named[key] = SELECTORS
     for key, registry in named.items():
-        value, known = value_of(config, key), [*registry._default_mapping, *registry.modules]
-        if value is None or value in known:
+        value, names = value_of(config, key), [*registry._default_mapping, *registry.modules]
+        if value is None or value in names:
             continue
         try:
             if "." not in value or registry.get(value) is None:
-                yield _unknown_name(config, key, value, known)
+                yield _unknown_name(config, key, value, names)
         except (ImportError, AttributeError, KeyError) as error:
             yield config.fault(key, "package.module.Class", f"{value}: {error}", "correct the path")
-    try:  # a name that nothing stands for was told above
-        usual = ALGORITHM_TYPE.get(algorithm.algorithm_type).default_config()
-        for name, registry in _functions().items():
+    try:  # unknown names were told above
+        usual = known.ALGORITHM_TYPE.get(algorithm.algorithm_type).default_config()
+        for name, registry in functions.items():
             arguments = getattr(algorithm, f"{name}_args") or {}
             function = getattr(algorithm, name) or usual.get(name) or "none"
             taken = inspect.signature(registry.get(function)).parameters if arguments else {}
@@ -277,22 +267,6 @@ def _registered(case: Case) -> Found:
                     yield config.fault(key, expected, f"`{given}`", "name one of these")
     except (ImportError, AttributeError, KeyError, ValueError, TypeError):
         return
-
-
-def _functions() -> dict[str, Any]:
-    """The registries of the functions that an algorithm is made of, by their settings."""
-    from trinity.algorithm import ADVANTAGE_FN, ENTROPY_LOSS_FN, KL_FN, POLICY_LOSS_FN
-
-    return {
-        "advantage_fn": ADVANTAGE_FN,
-        "policy_loss_fn": POLICY_LOSS_FN,
-        "kl_loss_fn": KL_FN,
-        "kl_penalty_fn": KL_FN,
-        "entropy_loss_fn": ENTROPY_LOSS_FN,
-    }
-
-
-# --- What a run needs ---------------------------------------------------------------------------
 
 
 def _needs(case: Case) -> Found:
@@ -315,9 +289,6 @@ def _needs(case: Case) -> Found:
     known = ("tensorboard", "wandb", "mlflow", "swanlab")
     if "." not in kind and kind not in known:
         yield _unknown_name(config, key, kind, known)
-    elif kind not in ("tensorboard", MONITOR):
-        where = config.positions.where(key)
-        yield f"{where}: with {kind} the live panel and the report's curves stay empty"
     if case.workflow is None or config.rollout.system_prompt is not None:
         return
     asked = inspect.signature(case.workflow).parameters.get("system_prompt")
@@ -373,9 +344,8 @@ def _rows(case: Case) -> Found:
 
 def _lengths(case: Case) -> Found:
     config, model = case.config, case.config.model
-    total, response = model.max_model_len, model.max_response_tokens
-    prompt = model.max_prompt_tokens
     names = ("max_model_len", "max_prompt_tokens", "max_response_tokens")
+    total, prompt, response = (getattr(model, name) for name in names)
     small = [name for name in names if (value := getattr(model, name)) is not None and value < 1]
     for name in small:
         yield config.wrong(f"model.{name}", "1 or more tokens", f"{name}: 512")
@@ -396,8 +366,6 @@ def _lengths(case: Case) -> Found:
         yield config.fault(f"model.{name}", expected, found, fix)
 
 
-# --- Settings that are sound by themselves, together --------------------------------------------
-
 _BY_GROUP = words(
     """
     grpo grpo_verl step_wise_grpo gigpo rloo opmd opmd_verl asymre asymre_verl rec clipb clipv
@@ -408,7 +376,7 @@ _BY_GROUP = words(
 
 
 def _advantage(case: Case) -> Found:
-    """Whether groups are compared, and where: Trinity asserts that once everything is started."""
+    """Whether groups are compared, and where; Trinity asserts it after the start."""
     from trinity.algorithm import ADVANTAGE_FN, ALGORITHM_TYPE
 
     config, algorithm = case.config, case.config.algorithm
@@ -441,66 +409,26 @@ def _batches(case: Case) -> Found:
         expected = f"at most {most}, the calls of {rollouts} rollouts: else it never fills"
         fix = f"remove train_batch_size, or set it to {most if known else rollouts}"
         yield config.wrong(key, expected, fix)
-    elif size > rollouts and known is None:
-        yield (
-            f"{config.positions.where(key)}: fills only if a rollout makes "
-            f"{math.ceil(size / rollouts)} calls on average ({rollouts} rollouts a step)"
-        )
 
 
 def _evaluation(case: Case) -> Found:
     config, key = case.config, "explorer.eval_interval"
     steps, interval = total_steps(config), config.explorer.eval_interval
-    given, where = config.positions.given, config.positions.where
-    own = given(key) and not config.positions.inherited(key)
+    own = config.positions.given(key) and not config.positions.inherited(key)
     if own and steps is not None and interval > steps and config.mode in ("both", "colocate"):
         fix = f"eval_interval: {max(1, steps // 4)}"
         yield config.wrong(key, f"at most {steps}, the steps of this run", fix)
     if steps == 0 and config.mode not in ("train", "serve"):
         expected = "at least one step: no more than rows x epochs"
         yield config.wrong("buffer.batch_size", expected, "lower it, or raise buffer.total_epochs")
-    if config.quick_eval is not None and config.engine == "trinity":
-        yield f"{where('quick_eval')}: read by `engine: local` only"
     if not config.buffer.explorer_input.eval_tasksets and config.mode == "both":
         yield "no `buffer.explorer_input.eval_tasksets`: there will be no held-out score"
-    warmup = "algorithm.optimizer.lr_warmup_steps"
-    if steps and value_of(config, warmup) >= steps:
-        yield f"{where(warmup)}: no shorter than the run, which has {steps} steps"
-    save, key = config.trainer.save_interval, "checkpoints.keep_best"
-    if given(key) and config.checkpoints.keep_best:
-        if config.engine == "trinity":
-            yield f"{where(key)}: verl keeps the newest only; `engine: local` the best too"
-        elif given("trainer.save_interval") and save and interval % save:
-            told = f"let trainer.save_interval ({save}) divide explorer.eval_interval ({interval})"
-            yield f"{where(key)}: only a step that is saved and evaluated can be the best: {told}"
 
 
 # --- The local engine ----------------------------------------------------------------------------
 
-_NEEDS_MORE = {
-    "mix": "expert data beside the rollouts",
-    "mix_chord": "expert data beside the rollouts",
-    "on_policy_distill": "a teacher's log-probabilities in every experience",
-    "jsd": "a teacher's log-probabilities in every experience",
-}
-"""Algorithms that read what rollouts of a workflow function do not bring."""
-
-_IGNORED = words(
-    """
-    cluster.node_num cluster.gpu_per_node explorer.rollout_model.*_parallel_size
-    explorer.rollout_model.gpu_memory_utilization explorer.rollout_model.enforce_eager
-    explorer.rollout_model.enable_prefix_caching explorer.rollout_model.enable_chunked_prefill
-    explorer.rollout_model.use_v1 explorer.rollout_model.dtype explorer.rollout_model.seed
-    explorer.rollout_model.reasoning_parser explorer.rollout_model.extra_engine_args*
-    algorithm.optimizer.clip_grad model.fully_sharded_loras model.max_cpu_loras
-    trainer.trainer_type trainer.trainer_strategy trainer.use_dynamic_bsz
-    trainer.use_remove_padding trainer.balance_batch trainer.critic_warmup
-    trainer.max_token_len_per_gpu trainer.ulysses_sequence_parallel_size
-    trainer.fix_actor_microbatch_loss_scale trainer.*offload* trainer.megatron*
-    trainer.trainer_config* trainer.save_strategy synchronizer.sync_timeout
-    """
-)
-"""Key patterns that only concern GPUs; the local engine does not read them."""
+_NEEDS_MORE = ("mix", "mix_chord", "on_policy_distill", "jsd")
+"""Algorithms that read expert data, or a teacher's log-probabilities, beside the rollouts."""
 
 
 def _local_settings(case: Case) -> Found:
@@ -509,11 +437,10 @@ def _local_settings(case: Case) -> Found:
 
     config, adapters = case.config, case.config.model.lora_configs
     kind = config.algorithm.algorithm_type
-    needed = _NEEDS_MORE.get(kind)
-    if needed is None and kind in ALGORITHM_TYPE._default_mapping:
-        needed = "a critic" if ALGORITHM_TYPE.get(kind).use_critic else None
-    if needed and config.mode == "both":
-        expected = f"an algorithm that needs rollouts only, not {needed}"
+    known = kind in ALGORITHM_TYPE._default_mapping
+    more = kind in _NEEDS_MORE or (known and ALGORITHM_TYPE.get(kind).use_critic)
+    if more and config.mode == "both":
+        expected = "an algorithm without a critic that needs rollouts only"
         fix = "algorithm_type: multi_step_grpo, or engine: trinity"
         yield config.wrong("algorithm.algorithm_type", expected, fix)
     yield from _values(config, _LOCAL_VALUES, " (engine: local)")
@@ -556,35 +483,16 @@ def _local_sampling(case: Case) -> Found:
                 yield config.wrong(key, expected, f"{name}: {default}, or another in held-out sets")
 
 
-def _unread(case: Case) -> Found:
-    positions, buffer = case.config.positions, case.config.buffer
-    places = {**positions.lines, **positions.overrides, **positions.arguments}
-    unread = sorted(
-        key
-        for key in places
-        if any(fnmatch.fnmatchcase(key, pattern) for pattern in _IGNORED)
-        and not any(other.startswith(key + ".") for other in places)
-    )
-    rollouts = case.config.mode == "both" and case.config.algorithm.sample_strategy is None
-    if rollouts and buffer.train_batch_size:  # every step trains on all of its rollouts
-        unread.append("buffer.train_batch_size")
-    if unread:
-        yield f"not read by the local engine: {', '.join(display(key) for key in unread)}"
-
-
 # --- Trinity's own engines -----------------------------------------------------------------------
-# vLLM can quantise the sampler's weights while it loads them (`quantization: fp8` or
-# `bitsandbytes`), which is of use only for a base that stays as it is, with LoRA: else 16-bit
-# weights arrive after every step. verl 0.8.0 cannot: its FSDP engine loads with a plain
-# `from_pretrained` and casts every parameter to one floating-point type.
+# vLLM can quantise the sampler's weights while it loads them, of use only for a base that stays as
+# it is, with LoRA: else 16-bit weights arrive after every step. verl 0.8.0 cannot quantise.
 
 _SAMPLER = "explorer.rollout_model.extra_engine_args"
 _QUANTISING = re.compile(
     r"(explorer\.rollout_model\.extra_engine_args|trainer\.trainer_config)\."
     r"(?!.*\bqat\b)(.*\.)?(quantization|load_in_[48]bit|bnb_)\w*"
 )
-"""Keys that ask for quantised weights. `qat`, which trains for a quantised deployment, itself
-computes in 16 bits."""
+"""Keys that ask for quantised weights. `qat` itself computes in 16 bits."""
 
 
 def _precision_and_gpus(case: Case) -> Found:
@@ -600,26 +508,15 @@ def _precision_and_gpus(case: Case) -> Found:
         found = _QUANTISING.match(key)
         if found and value not in (None, False):
             asked.setdefault(found[0], value)
-    adapter = config.model.lora_configs is not None
+    adapter = not local and config.model.lora_configs is not None
     for key, value in asked.items():
-        if not local and key.startswith(_SAMPLER) and adapter:
-            where = config.positions.where(key)
-            yield f"{where}: the trainer's base is not {value}: its probabilities differ slightly"
-        else:
-            told = f"{key.rpartition('.')[2]}: {value}"
-            expected = "weights of 16 or 32 bits: trained ones are not quantised (docs/recipes.md)"
-            yield config.fault(key, expected, told, "remove it, or train an adapter on vLLM")
+        if adapter and key.startswith(_SAMPLER):
+            continue
+        told = f"{key.rpartition('.')[2]}: {value}"
+        expected = "weights of 16 or 32 bits: trained ones are not quantised (docs/recipes.md)"
+        yield config.fault(key, expected, told, "remove it, or train an adapter on vLLM")
 
 
-# --- The table -----------------------------------------------------------------------------------
-
-
-def _models(case: Case) -> Found:
-    whole = case.purpose is not Purpose.ESTIMATE
-    return check_model(case.config, whole=whole) if case.local_model else ()
-
-
-_WITH_MODEL = (*RUNS, Purpose.EVALUATE, Purpose.ASK)
 _OF_DATA = (Purpose.EVALUATE, Purpose.HARVEST)
 _ON_GPUS = ("both", "train", "colocate")
 
@@ -636,14 +533,20 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda case: check_spend(case.config, tuned=case.local_model), (*RUNS, *_OF_DATA)),
     Rule(lambda case: check_devices(case.config)),
     Rule(_lengths),
-    Rule(_models, _WITH_MODEL),
+    Rule(
+        lambda case: (
+            check_model(case.config, whole=case.purpose is not Purpose.ESTIMATE)
+            if case.local_model
+            else ()
+        ),
+        (*RUNS, Purpose.EVALUATE, Purpose.ASK),
+    ),
     Rule(lambda case: check_model(case.config, policy=False), (Purpose.HARVEST,)),
     Rule(lambda case: check_writer(case.config, case.workflow)),
     Rule(lambda case: check_harvest(case.config), modes=("harvest",)),
     Rule(_local_settings, engine="local"),
     Rule(_local_sampling, engine="local"),
     Rule(_precision_and_gpus, engine="local"),
-    Rule(_unread, engine="local"),
     Rule(_precision_and_gpus, modes=_ON_GPUS, engine="trinity"),
     Rule(_advantage, modes=_WITH_ROLLOUTS, together=True),
     Rule(_batches, modes=_WITH_ROLLOUTS, together=True),

@@ -1,10 +1,8 @@
 """The schema of the YAML: a check that finds every fault, with the key that was meant.
 
 OmegaConf makes the real merge; it stops at the first fault and knows no lines. `note_lines` keeps
-the line of every key; `Check` goes over the values beside the tree of dataclasses, reports
-unknown keys with the nearest known one and values of a wrong type, and leaves the faulty parts
-out, so that what remains can still be merged and checked further. Values with `${...}` are left
-to OmegaConf.
+the line of every key; `Check` reports unknown keys and values of a wrong type and leaves them out,
+so that the rest can still be merged and checked. Values with `${...}` are left to OmegaConf.
 """
 
 from __future__ import annotations
@@ -30,57 +28,21 @@ _MAY_HOLD_A_KEY = re.compile(r"(key|token|secret|passw\w*|credentials?|authoriza
 _TRUTH = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
 _SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
-_SYNONYMS = """
-    algorithm.optimizer.lr: learning_rate
-    algorithm.optimizer.lr_warmup_steps: warmup_steps
-    algorithm.optimizer.lr_warmup_steps_ratio: warmup_ratio
-    algorithm.optimizer.lr_scheduler_type: lr_scheduler
-    trainer.grad_clip: max_grad_norm
-    algorithm.repeat_times: group_size num_generations rollout_n
-    buffer.total_epochs: epochs num_epochs num_train_epochs
-    buffer.total_steps: max_steps steps
-    trainer.save_interval: save_steps
-    explorer.eval_interval: eval_steps
-    model.max_response_tokens: max_tokens max_new_tokens max_completion_length
-    model.max_prompt_tokens: max_prompt_length
-    model.model_path: base_model model_name model_name_or_path
-    model.lora_configs: lora lora_config
-    model.lora_configs[].lora_rank: lora_r r
-    buffer.explorer_input.taskset: dataset train_dataset
-    buffer.explorer_input.eval_tasksets: eval_dataset eval_taskset
-    workflow: workflow_func
-    judge: reward reward_fn judge_func
-    rollout.run_timeout: timeout
-    checkpoint_root_dir: output_dir
-    name: experiment_name
-"""
-SYNONYMS = {
-    name: key
-    for key, _, names in (line.strip().partition(":") for line in _SYNONYMS.strip().splitlines())
-    for name in names.split()
-}
-"""What other frameworks call a setting."""
 
-
-def note_lines(
-    node: yaml.Node, positions: KeyPositions, path: str = "", above: tuple[int, ...] = ()
-) -> Iterator[Fault]:
+def note_lines(node: yaml.Node, positions: KeyPositions, path: str = "") -> Iterator[Fault]:
     """Keep the line of every key below a YAML node; yields keys that are there twice, and takes
     the first of the two out."""
-    if id(node) in above:  # an alias that contains itself
-        return
-    above = (*above, id(node))
     pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
     if isinstance(node, yaml.SequenceNode):
         for number, item in enumerate(node.value):
             positions.lines[f"{path}.{number}"] = item.start_mark.line + 1
-            yield from note_lines(item, positions, f"{path}.{number}", above)
+            yield from note_lines(item, positions, f"{path}.{number}")
     elif isinstance(node, yaml.MappingNode):
         for key_node, value in node.value:
             if key_node.tag == _MERGE:
                 merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
                 for one in merged:
-                    yield from note_lines(one, positions, path, above)
+                    yield from note_lines(one, positions, path)
                 pairs[f"<< {len(pairs)}"] = key_node, value
                 continue
             name = str(key_node.value)
@@ -91,7 +53,7 @@ def note_lines(
                 found = f"`{name}` again (first in line {first})"
                 yield Fault(positions.where(key), "every key once", found, "remove one of the two")
             pairs[name] = key_node, value
-            yield from note_lines(value, positions, key, above)
+            yield from note_lines(value, positions, key)
         node.value = list(pairs.values())
 
 
@@ -100,10 +62,9 @@ WRONG = object()
 
 
 class Check:
-    """One check of values read from YAML.
+    """One check of values read from YAML against the dataclass `schema`.
 
     Args:
-        schema: the dataclass at the top.
         where: the place of a key path, as a fault shows it.
         raw: filled with values that hold an interpolation, by key path.
         numbered: take a mapping whose keys are numbers for items of a list.
@@ -119,7 +80,6 @@ class Check:
     ) -> None:
         self.schema, self.where, self.raw, self.numbered = schema, where, raw, numbered
         self.faults: list[Fault] = []
-        self._above: list[int] = []
 
     def check(self, value: Any, kind: Any, path: str = "", choices: Sequence[str] = ()) -> Any:
         """The value without its faulty parts, or `WRONG`."""
@@ -129,15 +89,9 @@ class Check:
             return value
         if value is None and optional:
             return None
-        if not isinstance(value, (dict, list)):
-            return self._scalar(value, expected, path, choices)
-        if id(value) in self._above:
-            return self._fault(path, "a finite value", "an alias that contains itself")
-        self._above.append(id(value))
-        try:
+        if isinstance(value, (dict, list)):
             return self._container(value, expected, path)
-        finally:
-            self._above.pop()
+        return self._scalar(value, expected, path, choices)
 
     def _container(self, value: Any, expected: Any, path: str) -> Any:
         known: dict[str, Any] | None = None
@@ -219,17 +173,12 @@ def suggest(schema: type, parent: str, name: str, known: dict[str, Any]) -> tupl
     target = elsewhere(name, section, list(known), index(schema))
     if target is None:
         words = ", ".join(sorted(known))
-        return f"a key of `{display(parent) or 'the top level'}`: {words}", "remove it"
+        fix = "remove it; docs/training_yaml.md has what other libraries call the settings"
+        return f"a key of `{display(parent) or 'the top level'}`: {words}", fix
     home, _, leaf = target.rpartition(".")
     # Sections under names of the user's (`models.judge`) are not in the index.
     kind = describe(known[leaf][0] if home == section else index(schema)[target])
-    if "." in name:
-        return f"`{target}` ({kind})", f"write `{leaf}:` indented under `{home}:`"
-    if home == section:
-        meant = display(f"{parent}.{leaf}" if parent else leaf)
-        return f"`{leaf}` ({kind})", f"did you mean `{meant}`?"
-    level = f"It stands under `{home}:`" if home else "It stands at the top level"
-    return f"`{target}` ({kind})", f"did you mean `{target}`? {level}"
+    return f"`{target}` ({kind})", f"did you mean `{target}`?"
 
 
 @lru_cache(maxsize=64)
@@ -314,36 +263,20 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def elsewhere(name: str, parent: str, siblings: list[str], index: Mapping[str, Any]) -> str | None:
-    """The key path that an unknown `name` under `parent` stands for, or None.
-
-    In this order: a sibling spelled almost so, or with more behind it; the same name at another
-    level (the least deep one); another framework's name; a sibling somewhat like it; a key
-    anywhere almost so.
-    """
+    """The key path that an unknown `name` under `parent` stands for, or None: a sibling spelled
+    almost so; the same name at another level (the least deep one); a sibling somewhat like it; a
+    key anywhere almost so."""
     prefix = f"{parent}." if parent else ""
     bare = name.rpartition(".")[2]
     if prefix + name in index and name != bare:
         return prefix + name
-    if close := nearest(name, siblings, 0.8):
+    if close := nearest(name, siblings, 0.75):
         return prefix + close
-    longer = [sibling for sibling in siblings if sibling.startswith(f"{name}_")]
-    if len(longer) == 1:  # `api_key_env` for `api_key`
-        return prefix + longer[0]
-    top = parent.partition(".")[0] + "."
-
-    def least_deep(leaf: str) -> str:
-        paths = by_leaf[leaf]
-        return min(paths, key=lambda p: (p.count("."), "[]" in p, not p.startswith(top), p))
-
-    by_leaf: dict[str, list[str]] = {}
-    for path in index:
-        by_leaf.setdefault(path.rpartition(".")[2], []).append(path)
-    if bare in by_leaf:
-        return least_deep(bare)
-    if bare.lower() in SYNONYMS and SYNONYMS[bare.lower()] in index:
-        return SYNONYMS[bare.lower()]
+    top, leaves = parent.partition(".")[0] + ".", dict[str, str]()
+    for path in sorted(index, key=lambda p: (p.count("."), "[]" in p, not p.startswith(top), p)):
+        leaves.setdefault(path.rpartition(".")[2], path)
+    if bare in leaves:
+        return leaves[bare]
     if close := nearest(name, siblings):
         return prefix + close
-    if close := nearest(bare, by_leaf, 0.8):
-        return least_deep(close)
-    return None
+    return leaves.get(nearest(bare, leaves, 0.8) or "")

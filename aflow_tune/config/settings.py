@@ -1,8 +1,5 @@
-"""The configuration class: Trinity's schema, our sections, and what was found out about it.
-
-`AflowConfig` is Trinity's `Config` (the YAML is Trinity's) plus `AflowSections`. Its fields are
-settings; everything else that is known of a configuration is in its `prepared`.
-"""
+"""The configuration class: Trinity's `Config` plus `AflowSections`. Its fields are settings;
+everything else that is known of a configuration is in its `prepared`."""
 
 from __future__ import annotations
 
@@ -34,13 +31,10 @@ class Change:
 
 @dataclass
 class Prepared:
-    """What was found out about one configuration. None of it is a setting or is saved as one.
-
-    It travels with the configuration, but for what was read on this machine (`tables`, `ray`).
-    """
+    """What was found out about one configuration; none of it is a setting. It travels with the
+    configuration, but for what was read on this machine (`tables`, `ray`)."""
 
     positions: KeyPositions = field(default_factory=KeyPositions)
-    """Where each key was written."""
     warnings: list[str] = field(default_factory=list)
     """What was found doubtful but is not refused."""
     engine: tuple[str, str] | None = None
@@ -79,12 +73,7 @@ class AflowConfig(Config, AflowSections):
     """Several runs, one after the other; see `stages.py`."""
 
     def __post_init__(self) -> None:
-        self._prepared: Prepared = Prepared()
-
-    @property
-    def prepared(self) -> Prepared:
-        """What was found out about this configuration."""
-        return self._prepared
+        self.prepared: Prepared = Prepared()
 
     @property
     def positions(self) -> KeyPositions:
@@ -139,13 +128,12 @@ class AflowConfig(Config, AflowSections):
 
     def flatten(self) -> dict[str, Any]:
         """Every setting by its dotted key path; enum members as their values."""
-        found = self._prepared
-        del self._prepared
+        found = self.prepared
+        del self.prepared
         try:
-            flat: dict[str, Any] = super().flatten()
-            return flat
+            return dict(super().flatten())
         finally:
-            self._prepared = found
+            self.prepared = found
 
 
 def value_of(config: Any, key: str) -> Any:

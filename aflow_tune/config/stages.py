@@ -1,15 +1,10 @@
 """`stages:` of a YAML, read: several runs, each beginning where the one before ended.
 
-The form is Trinity's: an item of `stages` has a `stage_name` and sections that replace those of
-the top level. Here a stage holds only what differs: while the file is read, the top level's
-sections are merged beneath the stage's own, so that going through the configuration as Trinity
-does (`for stage in config`) yields whole runs. Values win over values, lists over lists.
-
-Two things are not inherited. A stage with another `algorithm_type` does not get the functions of
-the top level's algorithm (`policy_loss_fn`, `kl_loss_fn` ... belong to the algorithm they were
-written for), and a stage that names `tasksets` does not get `taskset`, nor the reverse.
-
-What each stage does, and in which folder, is left to `stage_chain.py`.
+The form is Trinity's, but a stage holds only what differs: while the file is read, the top level's
+sections are merged beneath the stage's own, so that Trinity's `for stage in config` yields whole
+runs. Values win over values, lists over lists. Two things are not inherited: by a stage with
+another `algorithm_type` the functions of the top level's algorithm (`policy_loss_fn` ...), and by
+one that names `tasksets` the `taskset`, nor the reverse.
 """
 
 from __future__ import annotations
@@ -69,16 +64,14 @@ def stage_configs(config: AflowConfig) -> list[AflowConfig]:
     # Trinity hands out the section objects of `stages` themselves: they must not be shared.
     for number, stage in enumerate(copy.deepcopy(config)):
         positions = _stage_positions(config.positions, number)
-        stage._prepared = Prepared(positions=positions, command=config.command)
+        stage.prepared = Prepared(positions=positions, command=config.command)
         found.append(stage)
     return found
 
 
 def parts_of(config: AflowConfig) -> tuple[list[tuple[str, AflowConfig]], list[Fault]]:
-    """What a configuration runs, by name: itself under no name, or its stages.
-
-    Also the faults of `stage://` paths; all others are found when the parts are prepared.
-    """
+    """What a configuration runs, by name: itself under no name, or its stages. Also the faults of
+    `stage://` paths; all others are found when the parts are prepared."""
     if not config.stages:
         return [("", config)], []
     stages = stage_configs(config)

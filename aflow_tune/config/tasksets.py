@@ -2,19 +2,16 @@
 
 Trinity reads a task set of `storage_type: file` with `datasets.load_dataset(path, subset_name,
 split)`: a hub id or a folder, never a plain file. We also take a file: at launch it is linked
-into a folder of the run under the name that makes it the split. Files whose rows are of several
-sources are read by our `RowsReader`. Looking fetches nothing; a hub data set is read from the
-local cache or not at all.
+into a folder of the run. Files whose rows are of several sources are read by our `RowsReader`.
+Looking fetches nothing; a hub data set is read from the local cache or not at all.
 
 A mix (`mix:`) gives each source its share of every training batch. A source is a training task
-set, by its name, or the rows that say `source: NAME`, as `aflow-tune data prepare` writes them.
-Only when the run starts do the task sets become one, read by `readers.MixReader`. Which items a
-batch holds is decided in `aflow_tune.data.mix`.
+set, by its name, or the rows that say `source: NAME`. When the run starts, the task sets become
+one, read by `readers.MixReader`; `aflow_tune.data.mix` decides which items a batch holds.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shutil
@@ -26,6 +23,7 @@ from pathlib import Path
 
 from trinity.common.config import DataSelectorConfig, ExperienceBufferConfig, TasksetConfig
 
+from aflow_tune.config.schema import nearest
 from aflow_tune.config.settings import AflowConfig
 from aflow_tune.data.checks import sources
 from aflow_tune.data.mix import DEFAULT_SHARES, KINDS, default_shares, exact_shares, kind_of
@@ -111,10 +109,9 @@ def locate(config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig)
             return _locate_folder(Path(os.path.abspath(path)), taskset)
     if not looks_local(config, name) and not file_format(Path(name)):
         return _locate_hub(name, taskset)
-    folders = [path.parent for path in own if path.parent.is_dir()]
-    names = [item.name for folder in folders for item in folder.iterdir()]
-    near = difflib.get_close_matches(Path(name).name, names, n=2, cutoff=0.5)
-    fix = f"check the path; there is {', '.join(dict.fromkeys(near))}" if near else "check the path"
+    names = [item.name for path in own for item in path.parent.glob("*")]
+    near = nearest(Path(name).name, names, 0.5)
+    fix = f"check the path; there is {near}" if near else "check the path"
     return Located("missing", fault=f"no such file or folder: {name}", fix=fix)
 
 
@@ -144,11 +141,12 @@ def training_rows(config: AflowConfig) -> int | None:
     sets: list[TasksetConfig | ExperienceBufferConfig]
     sets = [taskset for _, taskset, held_out in user_tasksets(config) if not held_out]
     if config.mode == "train":
-        sets = [buffer] if buffer is not None and buffer.path else []
+        if buffer is None or not buffer.path:
+            return None
+        sets = [buffer]
     tables = [read_taskset(config, taskset) for taskset in sets]
-    read = [table for table in tables if table is not None and not table.faults]
-    missing = len(read) < len(sets) or (config.mode == "train" and not sets)
-    return None if missing else sum(table.total for table in read)
+    read = [table.total for table in tables if table is not None and not table.faults]
+    return sum(read) if len(read) == len(sets) else None
 
 
 def total_steps(config: AflowConfig) -> int | None:
@@ -186,13 +184,10 @@ def settle_paths(config: AflowConfig) -> None:
 
 
 def materialise_tasksets(config: AflowConfig, run_dir: Path | None = None) -> None:
-    """Link every task set that is a plain file into `<run folder>/data/<name>/train.<suffix>`.
+    """Link the files of every task set into `<run folder>/data/<role>/<name>/`, its new path.
 
-    To be called on a prepared configuration whose run folder is held; `run_dir`, where it is
-    given, becomes its run folder. The paths of the task sets become those folders. A folder is
-    linked as well, without the files of its other splits. For a Ray that others started files
-    are copied: its nodes see the run folder, but perhaps not what it would link to.
-    """
+    To be called on a prepared configuration whose run folder (or else `run_dir`) is held. For a
+    Ray that others started files are copied: its nodes may see the run folder only."""
     if run_dir is not None:
         config.checkpoint_job_dir = str(run_dir)
     copied = on_cluster(config)
@@ -208,12 +203,8 @@ def materialise_tasksets(config: AflowConfig, run_dir: Path | None = None) -> No
         mixed = table is not None and ((config.mix and not held_out) or len(sources(table)) > 1)
         if on_disk and mixed:  # the rows have to be read as they are
             taskset.storage_type, files = ROWS_READER, found.files
-        elif source.is_file():
-            files = [source]
-        elif source.is_dir() and "+" not in taskset.split:
-            # On every Ray alike, so that a run may go on on another one.
-            files = found.files
-            part = "".join(taskset.split.partition("[")[1:])
+        elif source.is_file() or (source.is_dir() and "+" not in taskset.split):
+            files, part = found.files, "".join(taskset.split.partition("[")[1:])
         if not files:
             continue
         shutil.rmtree(folder, ignore_errors=True)  # links of an earlier start
@@ -228,8 +219,7 @@ def on_cluster(config: AflowConfig) -> bool:
 
 
 def fill_held_out(config: AflowConfig, taskset: TasksetConfig) -> None:
-    """What Trinity's `BufferConfigValidator` fills into a held-out task set, where that is not
-    asked: it would also make folders and want training data."""
+    """What Trinity's `BufferConfigValidator`, which also makes folders, fills in."""
     taskset.is_eval = True
     taskset.batch_size = config.buffer.batch_size
     arguments = taskset.rollout_args
@@ -351,10 +341,7 @@ def fields_of_mix(config: AflowConfig) -> tuple[str, ...]:
 
 
 def merge_mix(config: AflowConfig, run_dir: Path) -> None:
-    """Make the training task sets one, read in batches of the configured shares.
-
-    To be called last: on a prepared configuration with its task sets laid out.
-    """
+    """Make the training task sets, once laid out, one that is read in the configured shares."""
     if not config.mix:
         return
     inputs = config.buffer.explorer_input
@@ -373,11 +360,8 @@ def merge_mix(config: AflowConfig, run_dir: Path) -> None:
 
 
 def quick_tasksets(config: AflowConfig, step: int) -> list[TasksetConfig]:
-    """The held-out task sets to evaluate the weights of `step` on.
-
-    The first and the last evaluation, which are compared, use every row; those between them the
-    fixed sample of `quick_eval` rows, if that is set.
-    """
+    """The held-out task sets to evaluate the weights of `step` on: every row first and last, as
+    these are compared; between them the fixed sample of `quick_eval` rows, if that is set."""
     tasksets = config.buffer.explorer_input.eval_tasksets
     size, last = config.quick_eval, config.trainer.total_steps
     if size is None or step == 0 or (last is not None and step >= last):
@@ -403,11 +387,11 @@ def check_mix(config: AflowConfig) -> list[Fault]:
             shares_of(config)
         except ValueError as error:
             faults.append(config.fault("mix", "ratios that are 1", str(error), "change them"))
-    return [*faults, *_check_sources(config), *_check_alike(config)]
+    return [*faults, *_check_sources(config)]
 
 
 def _check_sources(config: AflowConfig) -> Iterable[Fault]:
-    """Every source has rows, and every row a source."""
+    """Every source has rows, every row a source, and the task sets are alike."""
     mix, unread = config.mix, False
     named: Counter[str] = Counter()
     known: list[str] = []
@@ -437,10 +421,7 @@ def _check_sources(config: AflowConfig) -> Iterable[Fault]:
         if not named[name] and not unread:
             expected = f"the name of a training task set, or a `source` of its rows: {known}"
             yield config.fault(f"mix.{name}", expected, repr(name), "correct the name")
-
-
-def _check_alike(config: AflowConfig) -> Iterable[Fault]:
-    """Settings of single task sets that a mix cannot follow."""
+    # Settings of single task sets that a mix cannot follow.
     training = [(key, taskset) for key, taskset, held_out in user_tasksets(config) if not held_out]
     for key, taskset in training:
         kind = (taskset.task_selector or taskset.data_selector).selector_type

@@ -1,9 +1,8 @@
 """Everything that `aflow-tune validate CONFIG` does: check, start nothing, fetch nothing.
 
-Settings, functions and data are checked one after the other, and what one finds does not keep
-the others from being looked at; only settings that could not be read stop the questions that
-need them. The report holds faults (the command would refuse to run), warnings, and what would
-be changed. Here the functions are found that a configuration names, too.
+Settings, functions and data are checked one after the other, whatever one finds; only settings that
+could not be read stop the questions that need them. Here the functions are found that a
+configuration names, too.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from aflow_tune.config.engine import choose_engine
 from aflow_tune.config.file_rules import check_data
 from aflow_tune.config.load import AflowConfig, read_config
 from aflow_tune.config.prepare import Purpose, prepare
-from aflow_tune.config.settings import Change
+from aflow_tune.config.settings import Change, value_of
 from aflow_tune.config.stages import parts_of
 from aflow_tune.contract.plugins import resolve
 from aflow_tune.contract.signature import check_functions
@@ -58,19 +57,13 @@ class ValidationReport:
         if self.warnings:
             parts.append("\n".join(["warnings:", *(f"  - {text}" for text in self.warnings)]))
         if self.faults:
-            listed = "\n".join(f"{number}. {fault}" for number, fault in enumerate(self.faults, 1))
-            count = len(self.faults)
-            parts.append(f"{listed}\n\n{self.path}: {count} fault(s); nothing was started")
-        else:
-            parts.append(f"{self.path}: valid; nothing was started")
-        return "\n\n".join(parts)
+            parts.append("\n".join(f"{n}. {fault}" for n, fault in enumerate(self.faults, 1)))
+        verdict = f"{len(self.faults)} fault(s)" if self.faults else "valid"
+        return "\n\n".join([*parts, f"{self.path}: {verdict}; nothing was started"])
 
 
 def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationReport:
-    """Check a configuration, its functions and its data sets.
-
-    Never raises for a bad input: what is wrong is in the report's faults.
-    """
+    """Check a configuration, its functions and its data sets; what is wrong is in the faults."""
     report = ValidationReport(str(path))
     with _collected(report.faults):
         report.config, faults = read_config(path, overrides)
@@ -79,11 +72,10 @@ def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationRepor
     config = report.config
     parts, misplaced = parts_of(config)
     report.faults += [*faults, *misplaced]
-    workflow: Function | None = None
-    judge: Function | None = None
+    workflow = judge = None
     with _collected(report.faults):
-        if any(needs_workflow(part) for _, part in parts):
-            workflow, judge = resolve_functions(config)
+        workflow, judge = functions_of(config)
+        if workflow is not None:
             check_functions(workflow, judge)
     with _collected(report.faults):
         check_run_prompts(config)
@@ -115,11 +107,8 @@ def check_part(
     *,
     settings: bool = True,
 ) -> ValidationReport:
-    """Check a single run or one stage of a chain, without its functions. Starts nothing.
-
-    Args:
-        settings: whether the settings were read without a fault and can be looked at.
-    """
+    """Check a single run or one stage of a chain, without its functions. `settings`: whether these
+    were read without a fault and can be looked at."""
     report = ValidationReport(str(path), config)
     if settings:
         with _collected(report.faults):
@@ -150,17 +139,8 @@ def functions_of(config: AflowConfig) -> tuple[Function | None, Function | None]
 def resolve_functions(config: AflowConfig) -> tuple[Function, Function | None]:
     """The functions that `workflow:` (or `graph:`, or `writer:`) and `judge:` name.
 
-    A path is relative to here or `config.positions.base`.
-
-    Raises:
-        BadInput: no workflow is named, or a name leads to no function, or a graph is faulty.
-    """
-    ways = {
-        "workflow": config.workflow,
-        "graph.path": config.graph.path,
-        "writer.executor": config.writer.executor,
-    }
-    named = [key for key, value in ways.items() if value]
+    Raises BadInput: no workflow is named, or a name leads to no function, or a graph is faulty."""
+    named = [key for key in ("workflow", "graph.path", "writer.executor") if value_of(config, key)]
     if len(named) != 1:
         expected = (
             "one of `workflow: path/file.py:function` (or module:function), "
@@ -170,13 +150,8 @@ def resolve_functions(config: AflowConfig) -> tuple[Function, Function | None]:
         fix = "keep one of them" if named else "add one, or pass the function to tune()"
         fault = config.fault(named[0] if named else "workflow", expected, found, fix)
         raise BadInput("The configuration does not name one workflow function.", [fault])
-    if config.workflow:
-        workflow = _resolve(config, "workflow", config.workflow)
-    else:
-        from aflow_tune.operators import load_operators
-
-        make = _graph_workflow if config.graph.path else _writer_workflow
-        workflow = make(config, load_operators(config.operators, config.positions.base))
+    spec = config.workflow
+    workflow = _resolve(config, "workflow", spec) if spec else _operator_workflow(config)
     return workflow, _resolve(config, "judge", config.judge) if config.judge else None
 
 
@@ -198,13 +173,9 @@ def check_run_prompts(config: AflowConfig) -> None:
 def prepare_harvest(config: AflowConfig) -> tuple[Any, Path]:
     """Prepare for a harvest outside of a run.
 
-    Returns:
-        The `WriterWorkflow` that the configuration describes, and the folder of the harvest below
-        the run folder, which is not made.
+    Returns the configuration's `WriterWorkflow`, and the folder of the harvest, which is not made.
 
-    Raises:
-        BadInput: with every fault of the sections, the task sets and the models.
-    """
+    Raises BadInput: with every fault of the sections, the task sets and the models."""
     workflow, faults = None, list[Fault]()
     with _collected(faults):
         if config.writer.executor:
@@ -232,29 +203,26 @@ def _resolve(config: AflowConfig, key: str, reference: str) -> Function:
     return function
 
 
-def _graph_workflow(config: AflowConfig, operators: Any) -> Function:
+def _operator_workflow(config: AflowConfig) -> Function:
+    """The workflow that `graph:` or `writer:` describes."""
     from aflow_tune.graph.workflow import workflow_from_config
-
-    section, beside = config.graph, config.positions.beside
-    score = _resolve(config, "graph.score", section.score) if section.score else None
-    path, place = beside(str(section.path)), config.positions.where("graph.path")
-    with _placed(lambda where: f"{place}: {where}" if where == str(path) else where):
-        return workflow_from_config(
-            section,
-            config.models,
-            path=path,
-            test_cases=beside(section.test_cases) if section.test_cases else None,
-            operators=operators,
-            score=score,
-            judged=bool(config.judge),
-            where=config.positions.where,
-        )
-
-
-def _writer_workflow(config: AflowConfig, operators: Any) -> Function:
+    from aflow_tune.operators import load_operators
     from aflow_tune.writer.workflow import AuxiliaryModel, writer_from_config
 
-    section, beside, model = config.writer, config.positions.beside, config.model
+    of_graph = bool(config.graph.path)
+    name, section = ("graph", config.graph) if of_graph else ("writer", config.writer)
+    beside, model = config.positions.beside, config.model
+    common: dict[str, Any] = {
+        "operators": load_operators(config.operators, config.positions.base),
+        "score": _resolve(config, f"{name}.score", section.score) if section.score else None,
+        "test_cases": beside(section.test_cases) if section.test_cases else None,
+        "where": config.positions.where,
+    }
+    if of_graph:
+        path, place = beside(str(config.graph.path)), config.positions.where("graph.path")
+        common |= {"path": path, "judged": bool(config.judge)}
+        with _placed(lambda where: f"{place}: {where}" if where == str(path) else where):
+            return workflow_from_config(config.graph, config.models, **common)
     auxiliary = {}
     for other in config.explorer.auxiliary_models:  # what they do not say is the tuned model's
         answer = other.max_response_tokens or model.max_response_tokens
@@ -264,14 +232,6 @@ def _writer_workflow(config: AflowConfig, operators: Any) -> Function:
             prompt = max(1, whole - (answer or whole // 2))
         if other.name:
             auxiliary[other.name] = AuxiliaryModel(answer_tokens=answer, prompt_tokens=prompt)
-    return writer_from_config(
-        section,
-        config.models,
-        auxiliary=auxiliary,
-        operators=operators,
-        score=_resolve(config, "writer.score", section.score) if section.score else None,
-        test_cases=beside(section.test_cases) if section.test_cases else None,
-        prompt=beside(section.prompt) if section.prompt else None,
-        sandbox=config.sandbox,
-        where=config.positions.where,
-    )
+    text = beside(config.writer.prompt) if config.writer.prompt else None
+    common |= {"auxiliary": auxiliary, "prompt": text, "sandbox": config.sandbox}
+    return writer_from_config(config.writer, config.models, **common)

@@ -14,10 +14,8 @@ _OURS = Path(__file__).parents[1]
 
 
 def import_fault(spec: str, error: BaseException) -> Fault:
-    """The fault behind an exception that importing `spec` raised.
-
-    Its place is the last line of the user's own code that led there; `found` shows that line.
-    """
+    """The fault behind an exception that importing `spec` raised, at the last line of the user's
+    own code that led there."""
     where, line, message = spec, "", str(error)
     if isinstance(error, SyntaxError) and error.filename:
         where, line = f"{error.filename}:{error.lineno}", (error.text or "").strip()
@@ -37,51 +35,33 @@ def import_fault(spec: str, error: BaseException) -> Fault:
         fix = f"install the package that provides `{error.name}`, or correct the name"
     elif isinstance(error, ImportError) and error.path:
         fix = f"that module is {error.path}; correct the name, or rename a file of yours"
-    elif isinstance(error, SystemExit):
-        fix = 'put what starts the script under `if __name__ == "__main__":`'
     return Fault(where, f"{spec} to be importable", found + (f" at `{line}`" * bool(line)), fix)
 
 
 def _is_users(filename: str) -> bool:
-    path = Path(filename).resolve()
-    # `site-packages` also of an environment that this one borrows from
-    if filename.startswith("<") or "site-packages" in path.parts or path.is_relative_to(_OURS):
-        return False
-    places = [Path(sysconfig.get_path(key)).resolve() for key in ("purelib", "platlib", "stdlib")]
-    return not any(path.is_relative_to(place) for place in places)
+    path, standard = Path(filename).resolve(), Path(sysconfig.get_path("stdlib")).resolve()
+    installed = {"site-packages", "dist-packages"} & {*path.parts}
+    ours = path.is_relative_to(_OURS) or path.is_relative_to(standard)
+    return not (filename.startswith("<") or installed or ours)
 
 
 def package_fault(error: BaseException) -> Fault | None:
-    """The fault behind an import of a package that is missing or damaged; None for other errors.
-
-    What fails is in site-packages, or not there at all, and never a file of ours.
-    """
+    """The fault behind an import of a package that is missing or damaged; None for other errors."""
     if isinstance(error, importlib.metadata.PackageNotFoundError):  # its name may be a sentence
         name = re.search(r"[\w.-]+(?=[<>=!~])|^[\w.-]+$", str(error.name))
         top = name[0] if name else "that it asks for"
     elif isinstance(error, ModuleNotFoundError):
         top = str(error.name or "").partition(".")[0]
-    else:
-        top = _being_imported(error)
+    else:  # the installed package whose module failed while it was imported
+        frames = traceback.extract_tb(error.__traceback__)
+        modules = [frame.filename for frame in frames if frame.name == "<module>"]
+        modules += [error.filename or ""] if isinstance(error, SyntaxError) else []
+        place = re.search(r"(?:site|dist)-packages/([^/.]+)", modules[-1] if modules else "")
+        top = place[1] if place else ""
     if top in ("", _OURS.name):
         return None
     message = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
     return Fault(f"the package {top}", "that it can be imported", message, package_cure(top))
-
-
-def _being_imported(error: BaseException) -> str:
-    """The installed package whose module failed while it was imported; empty if none did."""
-    frames = traceback.extract_tb(error.__traceback__)
-    modules = [frame.filename for frame in frames if frame.name == "<module>"]
-    if isinstance(error, SyntaxError):
-        statement = re.match(r"(?:from|import) (\w+)", (frames[-1].line or "") if frames else "")
-        if not error.filename and statement:  # bytes that are no text at all
-            return statement[1]
-        modules.append(error.filename or "")
-    for place in [Path(sysconfig.get_path(key)) for key in ("purelib", "platlib")]:
-        if modules and Path(modules[-1]).is_relative_to(place):
-            return Path(modules[-1]).relative_to(place).parts[0].partition(".")[0]
-    return ""
 
 
 def package_cure(module: str) -> str:

@@ -6,7 +6,6 @@ Without a function, the only one that `@workflow` marks is meant. A file that be
 is imported under its package name, so that relative imports work; any other file is loaded once
 per path under a name made from the path. Its folder, and for modules the current folder, go to
 the end of `sys.path`: siblings can be imported and nothing that is installed is shadowed.
-Whether the object is a fit workflow or judge is for `signature.py` to say.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _MARK = "__aflow_workflow__"
 _MOST_NAMES = 8
-_FORMS = "`module:function` or `path/file.py:function`"
 _FOLDERS: set[Path] = set()
 """The folders that were added to `sys.path` here."""
 
@@ -42,11 +40,8 @@ def workflow(function: F) -> F: ...
 @overload
 def workflow(*, name: str | None = None) -> Callable[[F], F]: ...
 def workflow(function: Any = None, *, name: str | None = None) -> Any:
-    """Mark a workflow function, so that a file can be named without naming its function.
-
-    The function itself is returned, with a mark and otherwise unchanged. `name` is another name
-    for it in `path/file.py:name`.
-    """
+    """Mark a workflow function, so that a file can be named without naming its function; returns
+    the function itself. `name` is another name for it in `path/file.py:name`."""
     # Not the function's own __module__: a partial or an object has another one.
     home = sys._getframe(1).f_globals.get("__name__", "")
 
@@ -61,18 +56,14 @@ def workflow(function: Any = None, *, name: str | None = None) -> Any:
 
 
 def resolve(spec: str, base_dir: Path | None = None) -> Any:
-    """The callable that `spec` names.
+    """The callable that `spec` names: `module:function`, `path/file.py:function` or
+    `path/file.py`, relative to the current folder or else to `base_dir`. `function` may be dotted.
 
-    Args:
-        spec: `module:function`, `path/file.py:function` or `path/file.py`. A path is relative to
-            the current folder, or else to `base_dir`. `function` may be dotted.
-
-    Raises:
-        BadInput: nothing is there, it cannot be imported, or it cannot be called. Every fault
-            that lies in `spec` has `spec` as its place; one in the user's file, that line.
-    """
-    if not isinstance(spec, str) or not spec.strip() or spec.strip().startswith(":"):
-        raise _refused(str(spec), _FORMS, repr(spec), "write `workflow: path/file.py:function`")
+    Raises BadInput: nothing is there, it cannot be imported, or it cannot be called; at `spec`, or
+    at the line of the user's file that fails."""
+    if not spec.strip() or spec.strip().startswith(":"):
+        expected = "`module:function` or `path/file.py:function`"
+        raise _refused(spec, expected, repr(spec), "write `workflow: path/file.py:function`")
     place, colon, name = spec.strip().rpartition(":")
     if not colon:
         place, name = name, ""
@@ -103,17 +94,13 @@ def resolve(spec: str, base_dir: Path | None = None) -> Any:
     else:
         if callable(target):
             return target
-    close = difflib.get_close_matches(name, known, 1, 0.5)
-    fix = f"did you mean `{close[0]}`?" if close else "name one of its functions"
-    listed = f"{module.__file__ or place} has {', '.join(known[:_MOST_NAMES]) or 'no function'}"
-    raise _refused(spec, f"a function `{name}`", listed, fix)
+    near = difflib.get_close_matches(name, known, 1, 0.5) or known[:_MOST_NAMES]
+    listed = f"{module.__file__ or place} has {', '.join(near) or 'no function'}"
+    raise _refused(spec, f"a function `{name}`", listed, "name one of its functions")
 
 
 def discover(module: ModuleType) -> list[tuple[str, Callable[..., Any]]]:
-    """The functions that `@workflow` marks in a module, with their names, in its order.
-
-    What the module only imports from elsewhere is left out.
-    """
+    """The functions that a module itself marks with `@workflow`, with their names, in its order."""
     found: dict[int, tuple[str, Callable[..., Any]]] = {}
     for value in vars(module).values():
         mark = inspect.getattr_static(value, _MARK, None)
@@ -159,9 +146,8 @@ def _import(spec: str, name: str, base_dir: Path | None) -> ModuleType:
             if not f"{name}.".startswith(f"{error.name}."):
                 raise  # what the module imports is missing
     parent, _, last = name.rpartition(".")
-    fix = f"install it, or name a file: `path/{last}.py:function`"
-    if parent and ":" not in spec:
-        fix = f"put a colon before the function: `{parent}:{last}`"
+    meant = f"`{parent}:{last}`" if parent and ":" not in spec else f"`path/{last}.py:function`"
+    fix = f"install it, or write {meant}"
     raise _refused(spec, f"a module `{name}` that can be imported", "no such module", fix)
 
 
@@ -183,12 +169,11 @@ def _find_file(spec: str, place: str, base_dir: Path | None) -> Path:
         if candidate.is_file():
             return candidate.resolve()
     looked = " or ".join(str(candidate.absolute()) for candidate in candidates)
-    found = f"a folder, {looked}" if path.is_dir() else f"no file {looked}"
     folders = [one if one.is_dir() else one.parent for one in candidates]
     names = [file.name for folder in folders for file in sorted(folder.glob("*.py"))]
-    close = difflib.get_close_matches(path.name, names, 1, 0.5)
-    fix = f"did you mean {close[0]}?" if close else f"there is {', '.join(names[:_MOST_NAMES])}"
-    raise _refused(spec, "a Python file", found, fix if names else "write an absolute path")
+    near = difflib.get_close_matches(path.name, names, 1, 0.5) or names[:_MOST_NAMES]
+    fix = f"there is {', '.join(near)}" if near else "write an absolute path"
+    raise _refused(spec, "a Python file", f"no file {looked}", fix)
 
 
 def _package_name(path: Path) -> str | None:
@@ -210,10 +195,8 @@ def _package_name(path: Path) -> str | None:
 
 
 def _refuse_twins(path: Path) -> None:
-    """Refuse a file whose sibling has the name of a module that another file already loaded.
-
-    Modules have one name in a process, so the file would silently get the other one.
-    """
+    """Refuse a file whose sibling has the name of a module that another file already loaded: it
+    would silently get the other one."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError, OSError):

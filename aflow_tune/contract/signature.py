@@ -4,20 +4,18 @@
     async def workflow(task: Dict, model: TrinityChatModel) -> WorkflowOutput
     async def judge(task: Dict, response: Any) -> JudgeOutput
 
-Both forms of a workflow may also take `auxiliary_models`, `logger` and `system_prompt`, a judge
-the first two. What means the same is accepted, by these rules:
+A workflow may also take `auxiliary_models`, `logger` and `system_prompt`, a judge the first two,
+and nothing else, as in AgentScope's own check. What means the same is accepted:
 
 - Everything is passed by name: order is free, keyword-only is fine, positional-only is not.
 - An annotation must admit what is passed: a plain dict, a TrinityChatModel. So base classes,
   unions with a fitting member, TypedDicts and `Any` are fine. `task` and `model` must have one.
 - The return annotation decides the form, so it must be there: `float` or a subclass (but not
   `int`, `bool` or an Optional), or a class with the fields of `WorkflowOutput`.
-- No other parameter may be there, with a default or without, as in AgentScope's own check. A
-  parameter that `functools.partial` bound by name is no longer a parameter.
 - A name that only type checkers can resolve is compared by its spelling.
 
-What the function does with its arguments is not looked at. Neither torch, Trinity nor AgentScope
-is imported: their classes are recognised by name, result types by their fields.
+What the function does with its arguments is not looked at, and nothing is imported for it: classes
+of others are recognised by name, result types by their fields.
 """
 
 from __future__ import annotations
@@ -32,15 +30,12 @@ import linecache
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from aflow_tune.errors import BadInput, Fault
 
 _Node = ast.FunctionDef | ast.AsyncFunctionDef
 _STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-# --- What an annotation means --------------------------------------------------------------------
 
 
 class _Unresolved(type):
@@ -116,33 +111,6 @@ def _name(member: Any) -> str:
     return str(name or inspect.formatannotation(target))
 
 
-# --- What a workflow and a judge must look like --------------------------------------------------
-
-
-class _Parameter(NamedTuple):
-    """One parameter of a contract."""
-
-    expected: str
-    paste: str
-    """As it stands in a corrected line."""
-    admits: Callable[[Any, _Names], bool]
-    """Whether one member of the annotation's union takes what is passed."""
-
-
-class Contract(NamedTuple):
-    noun: str
-    essential: dict[str, _Parameter]
-    optional: dict[str, _Parameter]
-    returns: tuple[str, ...]
-    """What the return annotation may be, as `_result_name` calls it; the usual one first."""
-
-    @property
-    def usual(self) -> str:
-        """The `def` line of most functions."""
-        taken = ", ".join(parameter.paste for parameter in self.essential.values())
-        return f"async def {self.noun}({taken}) -> {_quoted(self.returns[0])}"
-
-
 _ANYTHING = ("Any", "object")
 _MODELS = ("TrinityChatModel", "OpenAIChatModel", "ChatModelBase", "RunChatModel", "Callable")
 _FIELDS = {
@@ -168,45 +136,41 @@ def _admits_model(member: Any, names: _Names) -> bool:
     return bool(getattr(target, "_is_protocol", False)) or _name(member) in _MODELS
 
 
-_TASK = _Parameter("dict (or Dict, Mapping, a TypedDict)", "task: dict", _admits_mapping)
-_SHARED = {
-    "auxiliary_models": _Parameter(
-        "Dict[str, OpenAIChatModel] | None", "auxiliary_models: dict | None", _admits_mapping
-    ),
-    "logger": _Parameter(
-        "logging.Logger | None",
-        'logger: "Logger | None"',
-        lambda member, _: _name(member) == "Logger",
-    ),
+_PARAMETERS: dict[str, tuple[str, Callable[[Any, _Names], bool]]] = {
+    "task": ("dict (or Dict, Mapping, a TypedDict)", _admits_mapping),
+    "model": ("TrinityChatModel (or its bases OpenAIChatModel, ChatModelBase)", _admits_model),
+    "response": ("any type", lambda *_: True),
+    "auxiliary_models": ("Dict[str, OpenAIChatModel] | None", _admits_mapping),
+    "logger": ("logging.Logger | None", lambda member, _: _name(member) == "Logger"),
+    "system_prompt": ("str | None", lambda member, _: _name(member) == "str"),
 }
+"""Its type in words, and whether one member of an annotation's union takes what is passed."""
+
+
+class Contract(NamedTuple):
+    noun: str
+    usual: str
+    """The `def` line of most functions."""
+    essential: tuple[str, ...]
+    optional: tuple[str, ...]
+    returns: tuple[str, ...]
+    """What the return annotation may be, as `_result_name` calls it."""
+
+
 WORKFLOW = Contract(
     "workflow",
-    {
-        "task": _TASK,
-        "model": _Parameter(
-            "TrinityChatModel (or its bases OpenAIChatModel, ChatModelBase)",
-            'model: "TrinityChatModel"',
-            _admits_model,
-        ),
-    },
-    {
-        **_SHARED,
-        "system_prompt": _Parameter(
-            "str | None", "system_prompt: str | None", lambda member, _: _name(member) == "str"
-        ),
-    },
+    'async def workflow(task: dict, model: "TrinityChatModel") -> float:',
+    ("task", "model"),
+    ("auxiliary_models", "logger", "system_prompt"),
     ("float", "WorkflowOutput"),
 )
 JUDGE = Contract(
     "judge",
-    {"task": _TASK, "response": _Parameter("any type", "response", lambda *_: True)},
-    _SHARED,
+    'async def judge(task: dict, response) -> "JudgeOutput":',
+    ("task", "response"),
+    ("auxiliary_models", "logger"),
     ("JudgeOutput",),
 )
-
-
-def _quoted(name: str) -> str:
-    return name if name == "float" else f'"{name}"'
 
 
 def _result_name(member: Any) -> str:
@@ -221,9 +185,6 @@ def _result_name(member: Any) -> str:
         if needed <= fields:
             return known
     return f"{name} without reward and metrics" if name in _FIELDS else name
-
-
-# --- Where a function was written ----------------------------------------------------------------
 
 
 def _layers(function: Any) -> Iterator[Any]:
@@ -267,11 +228,7 @@ def _source(function: types.FunctionType) -> tuple[int, dict[str, str]]:
     return line, named
 
 
-# --- The check -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """A workflow or judge function that passed the check."""
 
     name: str
@@ -281,11 +238,9 @@ class Checked:
     """`file:line: name`."""
 
 
-def check_function(function: Callable[..., Any], contract: Contract | None = None) -> Checked:
-    """Check one function against `WORKFLOW` (the default) or `JUDGE`.
-
-    Raises BadInput: with every fault of the function; each gives the corrected `def` line."""
-    return _Check(function, contract or WORKFLOW).run()
+def check_function(function: Callable[..., Any], contract: Contract = WORKFLOW) -> Checked:
+    """Check one function. Raises BadInput: with every fault of the function."""
+    return _Check(function, contract).run()
 
 
 def check_functions(
@@ -294,17 +249,18 @@ def check_functions(
     """Check a workflow, its judge, and that they fit together.
 
     Raises BadInput: with every fault of both functions."""
-    errors: list[BadInput] = []
     checked: list[Checked] = []
-    functions = [(workflow, WORKFLOW), *([] if judge is None else [(judge, JUDGE)])]
-    for function, contract in functions:
+    titles: list[str] = []
+    faults: list[Fault] = []
+    for function, contract in ((workflow, WORKFLOW), (judge, JUDGE)):
         try:
-            checked.append(check_function(function, contract))
+            if function is not None:
+                checked.append(check_function(function, contract))
         except BadInput as error:
-            errors.append(error)
-    if errors:
-        faults = [fault for error in errors for fault in error.faults]
-        raise BadInput("\n".join(error.title for error in errors), faults)
+            titles.append(error.title)
+            faults += error.faults
+    if faults:
+        raise BadInput("\n".join(titles), faults)
     if judge is None:
         return checked[0], None
     flow, scorer = checked
@@ -320,11 +276,11 @@ def check_functions(
 
 
 class _Check:
-    """One function held against one contract; collects faults and the line without them."""
+    """One function held against one contract; collects its faults."""
 
     def __init__(self, function: Any, contract: Contract) -> None:
-        self.contract = contract
-        self.known = {**contract.essential, **contract.optional}
+        self.contract, self.faults = contract, list[Fault]()
+        self.known = (*contract.essential, *contract.optional)
         self.where = f"the {contract.noun} function"
         if not callable(function) or inspect.isclass(function):
             self._refuse(f"{type(function).__name__}: {function!r:.80}")
@@ -349,44 +305,39 @@ class _Check:
         if not readable:
             self._refuse(f"`{self.name}`, which is built in, compiled, or hides its signature")
         partials = (layer for layer in self.layers if isinstance(layer, functools.partial))
-        self.bound = {name for partial in partials for name in partial.keywords}
+        bound = {name for partial in partials for name in partial.keywords}
         parameters = self.signature.parameters.items()
-        self.parameters = {name: item for name, item in parameters if name not in self.bound}
-        self.faults: list[tuple[str, str, str]] = []  # expected, found, advice
-        self.renamed: dict[str, str] = {}
+        self.parameters = {name: item for name, item in parameters if name not in bound}
 
     def _refuse(self, found: str) -> typing.NoReturn:
         expected = f"an async function, or an object whose `__call__` is: `{self.contract.usual}`"
         title, fix = f"This cannot be a {self.contract.noun}.", "call it from a function of yours"
         raise BadInput.of(title, self.where, expected, found, fix)
 
+    def _fault(self, expected: str, found: str, advice: str) -> None:
+        fix = f"{advice}; usual is `{self.contract.usual}`"
+        self.faults.append(Fault(self.where, expected, found, fix))
+
     def run(self) -> Checked:
         """Raises BadInput with all faults."""
         expected = f"an async function that returns once: `{self.contract.usual}`"
-        if inspect.isasyncgenfunction(self.layers[-1]):
-            self._fault(expected, "an async generator", "replace `yield` by `return`")
-        elif not self.is_async:
+        if not self.is_async:
             found = f"a sync function: `{self.name}` has no `async` before `def`"
-            self._fault(expected, found, "write `async def`, and `await` the calls inside")
-        self._check_names()
+            found = "a generator" if inspect.isasyncgenfunction(self.layers[-1]) else found
+            self._fault(expected, found, "write `async def` and `return`, and `await` the calls")
+        renamed = self._check_names()
         for name, parameter in self.parameters.items():
-            self._check_type(name, parameter)
+            self._check_type(name, renamed.get(name, name), parameter)
         returns = self._check_return()
         if self.faults or returns is None:
-            line = f"the corrected line:\n              {self._corrected()}"
-            faults = [
-                Fault(self.where, expected, found, f"{advice}; {line}")
-                for expected, found, advice in self.faults
-            ]
             title = f"{self.name} does not fit the contract of a {self.contract.noun}."
-            raise BadInput(title, faults)
+            raise BadInput(title, self.faults)
         return Checked(self.name, returns, self.where)
 
-    def _fault(self, expected: str, found: str, advice: str) -> None:
-        self.faults.append((expected, found, advice))
+    def _check_names(self) -> dict[str, str]:
+        """Arguments are passed by name: which names are missing, extra, or no names at all.
 
-    def _check_names(self) -> None:
-        """Arguments are passed by name: which names are missing, extra, or no names at all."""
+        Returns which name of the function's stands for which of the contract's."""
         unknown, missing = [], [n for n in self.contract.essential if n not in self.parameters]
         for name, parameter in self.parameters.items():
             if parameter.kind in _STARS:
@@ -399,32 +350,26 @@ class _Check:
                 self._fault("parameters that can be passed by name", found, "remove the `/`")
             if name not in self.known:
                 unknown.append(name)
-        for name in self.bound.intersection(missing):
-            missing.remove(name)
-            found = f"`{name}` is bound by functools.partial"
-            self._fault(f"`{name}` left free: every rollout passes its own", found, "leave it out")
-        self.renamed = self._pair(unknown, missing)
-        for name, meant in self.renamed.items():
+        renamed = self._pair(unknown, missing)
+        for name, meant in renamed.items():
             expected = f"a parameter named `{meant}` (arguments are passed by name)"
             advice = f"rename `{name}` to `{meant}`, in the body too"
             self._fault(expected, f"`{name}` in its place", advice)
         for name in missing:
-            if name not in self.renamed.values():
+            if name not in renamed.values():
                 there = ", ".join(f"`{other}`" for other in self.parameters) or "no parameters"
                 self._fault(f"a parameter `{name}`", f"only {there}", f"add `{name}`")
         for name in unknown:
-            if name not in self.renamed:
+            if name not in renamed:
                 advice = f"read it from the task, or bind it: functools.partial(..., {name}=...)"
                 expected = f"only {', '.join(f'`{known}`' for known in self.known)}"
                 self._fault(expected, f"an extra parameter `{name}`", advice)
+        return renamed
 
     def _pair(self, unknown: list[str], missing: list[str]) -> dict[str, str]:
         """Which unknown name stands for which missing one: by spelling, then by order."""
-        free = [
-            name
-            for name in unknown
-            if self.parameters[name].default is inspect.Parameter.empty and name != "self"
-        ]
+        empty = inspect.Parameter.empty
+        free = [n for n in unknown if self.parameters[n].default is empty and n != "self"]
         paired: dict[str, str] = {}
         for meant in missing:
             for name in difflib.get_close_matches(meant, free, 1, 0.7):
@@ -433,21 +378,20 @@ class _Check:
         left = [meant for meant in missing if meant not in paired.values()]
         return {**paired, **dict(zip(free, left, strict=False))}
 
-    def _check_type(self, name: str, parameter: inspect.Parameter) -> None:
-        meant = self.renamed.get(name, name)
-        kind = self.known.get(meant)
-        if kind is None or parameter.kind in _STARS:
+    def _check_type(self, name: str, meant: str, parameter: inspect.Parameter) -> None:
+        if meant not in self.known or parameter.kind in _STARS:
             return
+        told, admits = _PARAMETERS[meant]
         found = f"`{name}` without an annotation"
         if parameter.annotation is parameter.empty:
-            fits = meant in self.contract.optional or kind.admits(object, self.names)
+            fits = meant in self.contract.optional or admits(object, self.names)
         else:
             members = self.names.members(parameter.annotation)
-            fits = any(_name(one) in _ANYTHING or kind.admits(one, self.names) for one in members)
+            fits = any(_name(one) in _ANYTHING or admits(one, self.names) for one in members)
             found = f"`{name}: {_text(parameter.annotation, members)}"
         if not fits:
-            expected = f"`{meant}` of type {kind.expected}"
-            self._fault(expected, found, f"annotate `{meant}` with what is passed")
+            advice = f"annotate `{meant}` with what is passed"
+            self._fault(f"`{meant}` of type {told}", found, advice)
 
     def _check_return(self) -> str | None:
         annotation = self.signature.return_annotation
@@ -462,20 +406,6 @@ class _Check:
         advice = "annotate what awaiting it gives: one form, and never None"
         self._fault(expected, found, advice)
         return None
-
-    def _corrected(self) -> str:
-        """A `def` line that passes, with the parameters that are bound already."""
-        meant = {self.renamed.get(name, name) for name in self.parameters}
-        own = inspect.signature(self.layers[-1]).parameters
-        parts = [name for name in own if name not in self.parameters and name not in self.known]
-        parts += [kind.paste for kind in self.contract.essential.values()]
-        parts += [kind.paste for name, kind in self.contract.optional.items() if name in meant]
-        name = self.name.rpartition(".")[2]
-        name = name if name.isidentifier() else self.contract.noun
-        found = map(_result_name, self.names.members(self.signature.return_annotation))
-        returns = next((one for one in found if one in self.contract.returns), None)
-        returns = _quoted(returns or self.contract.returns[0])
-        return f"async def {name}({', '.join(parts)}) -> {returns}:"
 
 
 def _text(annotation: Any, members: list[Any]) -> str:

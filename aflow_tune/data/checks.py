@@ -1,8 +1,4 @@
-"""Checks of the data itself: readable rows, fields that the workflow reads, leaks.
-
-Takes tables that were read (`rows.py`) and fields that a function reads (`fields.py`); where
-the files are is decided by the caller, and what makes two items the same by `leaks.py`.
-"""
+"""Checks of the data itself: readable rows, fields that the workflow reads, leaks."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aflow_tune.data.fields import FieldRead
-from aflow_tune.data.leaks import NEAR, Leaks, fingerprint, leaks_between
+from aflow_tune.data.leaks import NEAR, fingerprint, leaks_between
 from aflow_tune.data.rows import Table
 from aflow_tune.errors import Fault
 
@@ -22,10 +18,8 @@ FIRST_ROWS = 100
 """Rows in which the workflow's fields are looked for."""
 _EXAMPLES = 3
 
-NEAR_ROWS = 20_000
 NEAR_CHARACTERS = 8_000_000
-"""Data sets with more rows or more text are not looked through for near-duplicates, which would
-take more than a second or two: `aflow-tune data check` does it."""
+"""Data with more text is not looked through for near-duplicates, which would take seconds."""
 
 
 @dataclass
@@ -54,9 +48,7 @@ def check_rows(table: Table) -> Findings:
         found.warnings.append(f"{table.source}: looked at {looked} only")
     kinds: dict[tuple[str | None, str], tuple[str, str]] = {}
     several = len(sources(table)) > 1
-    columns: Counter[str] = Counter()
     for row, place in zip(table.rows, table.places, strict=True):
-        columns.update(row.keys())
         source = source_of(row) if several else None
         for column, value in row.items():
             if value is None:
@@ -67,20 +59,12 @@ def check_rows(table: Table) -> Findings:
                 expected = f"`{column}`: {first[0]}, as in {first[1]}"
                 fix = "give a column one type; the loader refuses mixed ones"
                 found.faults.append(Fault(place, expected, f"{kind}: {value!s:.80}", fix))
-    rare = [f"{name!r} ({count})" for name, count in columns.items() if count < len(table.rows)]
-    if rare and not several:
-        text = f"not every one of its {len(table.rows)} rows has {', '.join(rare[:_EXAMPLES])}"
-        found.warnings.append(f"{table.source}: {text}")
     return found
 
 
 def check_fields(reads: Sequence[FieldRead], *tables: Table) -> Findings:
-    """Fields that the workflow reads but the first rows do not have.
-
-    Of several reads of a field the first one counts. Where there are several tables, or rows of
-    several sources, a function may read a field of one of them only: what another one never has
-    is a warning.
-    """
+    """Fields that the workflow reads but the first rows do not have. Of several tables or sources a
+    function may read a field of one only: what another one never has is a warning."""
     found = Findings()
     parts = [part for table in tables for part in _by_source(table)]
     first: dict[str, FieldRead] = {}
@@ -88,24 +72,15 @@ def check_fields(reads: Sequence[FieldRead], *tables: Table) -> Findings:
         first.setdefault(read.name, read)
     for name, read in first.items():
         without = [part for part in parts if not any(name in row for row in part.rows)]
-        lacking = [
-            place
-            for part in parts
-            for row, place in zip(part.rows, part.places, strict=True)
-            if name not in row
-        ]
-        rows = [row for part in without for row in part.rows]
-        columns = list(dict.fromkeys(column for row in rows for column in row))
-        close = difflib.get_close_matches(name, columns, n=1, cutoff=0.7)
+        pairs = [pair for part in parts for pair in zip(part.rows, part.places, strict=True)]
+        lacking = [(row, place) for row, place in pairs if name not in row]
+        columns = dict.fromkeys(column for row, _ in lacking for column in row)
+        close = difflib.get_close_matches(name, columns, n=1, cutoff=0.7) if without else []
         names = ", ".join(part.source for part in without or parts)
-        if len(without) < len(parts) and without:
-            text = f"{read.where}: no row of {names} has the field {name!r}, others have it"
-            found.warnings.append(text)
-        elif without and read.tolerant and not close:
+        if without and (len(without) < len(parts) or (read.tolerant and not close)):
             found.warnings.append(f"{read.where}: no row of {names} has the field {name!r}")
         elif without or (lacking and not read.tolerant):
-            told = f"no such field in {lacking[0]} ({len(lacking)} of the first rows)"
-            told = f"{', '.join(map(repr, columns))} in {lacking[0]}" if without else told
+            told = f"{', '.join(map(repr, lacking[0][0]))} in {lacking[0][1]}"
             fix = f"add {name!r} to the data, or read a field that is there"
             fix = f"task[{close[0]!r}]" if close else fix
             expected = f"a field {name!r} in every row of {names}"
@@ -123,36 +98,36 @@ def _by_source(table: Table) -> list[Table]:
         if len(part.rows) < FIRST_ROWS:
             part.rows.append(row)
             part.places.append(place)
-        elif not several:
-            break
     return list(parts.values())
 
 
 def check_overlap(training: Sequence[Table], held_out: Sequence[Table]) -> Findings:
-    """Held-out items whose input stands in the training data, and repeated held-out items.
-
-    Equal ones are a fault; near-duplicates and repeated ones are warnings.
-    """
+    """Held-out items whose input stands in the training data, which is a fault; nearly the same
+    and repeated ones are warnings."""
     found = Findings()
     rows = [row for table in (*training, *held_out) for row in table.rows]
     lengths = itertools.accumulate(sum(len(str(value)) for value in row.values()) for row in rows)
-    near = len(rows) <= NEAR_ROWS and all(length <= NEAR_CHARACTERS for length in lengths)
+    near = all(length <= NEAR_CHARACTERS for length in lengths)
     if not near and training and held_out:
         found.warnings.append(
             "the data is too large to be looked through for near-duplicates here: run "
             "`aflow-tune data check TRAIN TEST`"
         )
-    for leaks in leaks_between(training, held_out, near=near):
-        table = leaks.held_out
-        if told := _described(leaks, exact=True):
-            expected = "held-out items that do not occur in the training data"
-            fix = "remove them from one of the two files: a score on trained items says nothing"
-            found.faults.append(Fault(table.source, expected, f"items in both: {told}", fix))
-        if told := _described(leaks, exact=False):
-            found.warnings.append(
-                f"{table.source}: held-out items nearly the same as one of the training data "
-                f"(similarity {NEAR} or more): {told}"
-            )
+    for table, leaks in leaks_between(training, held_out, near=near):
+        for exact, sign in ((True, "="), (False, "~")):
+            pairs = [
+                f"{table.places[leak.held_out]} {sign} {place}"
+                for leak, place in leaks
+                if leak.exact is exact
+            ]
+            told = f"{len(pairs)} of {len(table.rows)}: {'; '.join(pairs[:_EXAMPLES])}"
+            if pairs and exact:
+                expected = "held-out items that do not occur in the training data"
+                fix = "remove them from one of the two files: a score on trained items says nothing"
+                found.faults.append(Fault(table.source, expected, told, fix))
+            elif pairs:
+                text = f"held-out items with a similarity of {NEAR} or more to a training item"
+                found.warnings.append(f"{table.source}: {text}: {told}")
         repeated = len(table.rows) - len({fingerprint(row) for row in table.rows})
         if repeated:
             found.warnings.append(
@@ -162,22 +137,9 @@ def check_overlap(training: Sequence[Table], held_out: Sequence[Table]) -> Findi
     return found
 
 
-def _described(leaks: Leaks, *, exact: bool) -> str:
-    """How many leaks of one kind there are, and the first of them with both places."""
-    table, sign = leaks.held_out, "=" if exact else "~"
-    pairs = [
-        f"{table.places[leak.held_out]} {sign} {place}"
-        for leak, place in zip(leaks.found, leaks.places, strict=True)
-        if leak.exact == exact
-    ]
-    return f"{len(pairs)} of {len(table.rows)}: {'; '.join(pairs[:_EXAMPLES])}" if pairs else ""
-
-
 def source_of(row: Mapping[str, Any]) -> str | None:
-    """The source of a row in the form that `aflow-tune data prepare` writes: with a benchmark.
-
-    Other data may have a column of that name for something else, such as an address.
-    """
+    """The source of a row that `aflow-tune data prepare` wrote: with a benchmark. Other data may
+    have a column of that name for something else."""
     source = row.get("source")
     return source if isinstance(source, str) and isinstance(row.get("benchmark"), str) else None
 

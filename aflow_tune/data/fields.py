@@ -1,9 +1,7 @@
-"""What a workflow function does with its task and its model, read from its source.
+"""What a workflow function does with its task and its model, read from its own body.
 
-`task_reads` lists the fields that the function takes out of the task under constant names;
-`most_calls` bounds the calls of the model. Both look at the function's own body only: an alias
-of the task, a field name that is computed, or a helper function is not followed, and then
-nothing is claimed.
+An alias of the task, a computed field name, or a helper function is not followed; then nothing is
+claimed.
 """
 
 from __future__ import annotations
@@ -59,12 +57,8 @@ def task_reads(function: Callable[..., Any]) -> list[FieldRead]:
 
 
 def most_calls(function: Callable[..., Any]) -> int | None:
-    """How often one run of `function` calls its model at most; None if that cannot be seen.
-
-    It can be seen when the parameter `model` is only ever called directly and outside of
-    loops; an agent that is given the model, or a loop around a call, may call any number of
-    times.
-    """
+    """How often one rollout of `function` calls its model at most; None unless its parameter
+    `model` is only ever called directly and outside of loops."""
     source = _source(function)
     if source is None:
         return None

@@ -1,20 +1,15 @@
 """Whether held-out items also stand in the training data, exactly or nearly.
 
-The input of a row is what makes it the item it is: columns that name, answer or describe it are
-left out. Two rows are the same if their inputs are equal but for case, white space and the form
-of characters. They are near-duplicates if the sets of their `WORDS` consecutive words
-have a Jaccard similarity (shared / all) of at least `NEAR`: in a text of forty words, one or two
-changed words, or four added ones. Words are compared without case and punctuation.
+The input of a row leaves out columns that name, answer or describe it. Two rows are the same if
+their inputs are equal but for case, white space and the form of characters; they are nearly the
+same if the sets of their phrases of `WORDS` words have a Jaccard similarity (shared / all) of at
+least `NEAR`: in a text of forty words, one or two changed words, or four added ones. Phrases in
+more than `COMMON_SHARE` of all texts belong to a template rather than to a task and are left out.
+A translation, or the same question in other words, is not seen.
 
-Phrases that more than `COMMON_SHARE` of all texts contain ('Write a python function to') belong
-to the data set rather than to a task and are left out, so that tasks made from one template
-differ by what was put into it. What this does not see: a translation, or the same question in
-other words.
-
-The search is exact, not probabilistic: candidates have one of the rarest phrases of the held-out
-text, so many that every similar text must (prefix filtering: Chaudhuri, Ganti and Kaushik, "A
-Primitive Operator for Similarity Joins in Data Cleaning", ICDE 2006); of them the similarity is
-computed.
+The search is exact: every text as similar has one of the rarest phrases of the held-out text
+(prefix filtering: Chaudhuri, Ganti and Kaushik, "A Primitive Operator for Similarity Joins in Data
+Cleaning", ICDE 2006).
 """
 
 from __future__ import annotations
@@ -24,10 +19,9 @@ import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from aflow_tune.data.rows import Table
 
@@ -40,9 +34,8 @@ COMMON_AT_LEAST = 20
 """A phrase in more than this share of the different texts, and in more texts than this many,
 says nothing about a task."""
 
-# Words of column names. Names and marks of an item never make it another one; what answers or
-# describes it does not either, where another column asks (without one, as in number games, a
-# "target" may well be what is asked).
+# Words of column names. What answers or describes an item counts where no other column asks: in
+# number games a "target" may well be what is asked.
 _MARKS = {"id", "ids", "idx", "index", "uid", "uuid", "guid", "hash", "seed", "split"}
 _ASKS = {"question", "problem", "prompt", "query", "instruction", "input", "text", "messages"}
 _ANSWERS = {
@@ -61,8 +54,7 @@ _WORD = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Leak:
+class Leak(NamedTuple):
     """A held-out row that stands in the training data; numbers count rows from 0."""
 
     held_out: int
@@ -70,16 +62,6 @@ class Leak:
     similarity: float
     """Jaccard similarity of the inputs; 1.0 also for equal ones."""
     exact: bool
-
-
-@dataclass
-class Leaks:
-    """The leaks of one held-out table, in the order of its rows: the closest of each row."""
-
-    held_out: Table
-    found: list[Leak]
-    places: list[str]
-    """Where the row of training data stands, for each leak."""
 
 
 def fingerprint(row: Mapping[str, Any]) -> bytes:
@@ -106,11 +88,8 @@ def find_leaks(
     *,
     near: bool = True,
 ) -> list[Leak]:
-    """Held-out rows that stand in the training rows, each with the row that is closest to it.
-
-    Args:
-        near: whether to look for near-duplicates too.
-    """
+    """Held-out rows that stand in the training rows, or are `near` to one, each with the row that
+    is closest to it."""
     trained: dict[bytes, int] = {}
     for number, row in enumerate(training):
         trained.setdefault(fingerprint(row), number)
@@ -132,15 +111,12 @@ def find_leaks(
 
 def leaks_between(
     training: Sequence[Table], held_out: Sequence[Table], *, near: bool = True
-) -> list[Leaks]:
-    """`find_leaks` for tables that were read, with the places of their rows."""
+) -> list[tuple[Table, list[tuple[Leak, str]]]]:
+    """`find_leaks` for each held-out table that was read, with the place of the trained row."""
     rows = [row for table in training for row in table.rows]
     places = [place for table in training for place in table.places]
-    found = []
-    for table in held_out:
-        leaks = find_leaks(rows, table.rows, near=near)
-        found.append(Leaks(table, leaks, [places[leak.trained] for leak in leaks]))
-    return found
+    found = [(table, find_leaks(rows, table.rows, near=near)) for table in held_out]
+    return [(table, [(leak, places[leak.trained]) for leak in leaks]) for table, leaks in found]
 
 
 def near_pairs(
@@ -171,10 +147,8 @@ def words(text: str) -> list[str]:
 
 
 def _phrases(*groups: Sequence[str]) -> tuple[list[list[set[int]]], Counter[int]]:
-    """For each text the hashes of its phrases, those of the data set left out.
-
-    With them, in how many different texts each phrase stands.
-    """
+    """For each text the hashes of its phrases, those of templates left out; and in how many
+    different texts each phrase stands."""
     made = []
     spread: Counter[int] = Counter()
     different: set[frozenset[int]] = set()

@@ -1,18 +1,16 @@
 """Which rows make up batch N of a mix of sources: exact shares, endless, a function of the seed.
 
-A mix is described by the share of each source, its number of rows, the batch size and a seed.
-Batch N follows from these alone, so nothing has to be saved to go on from any batch.
+Batch N follows from shares, numbers of rows, batch size and seed alone, so nothing has to be saved
+to go on from any batch.
 
-Shares. A source whose share of the batch is a whole number has exactly that many items in every
-batch. Where it is not (3 of 8 at 40%), a batch holds the number below or above it, and after
-any number of batches no source is a whole item or more away from its share of all items: extra
-items are scheduled like the slots of a periodic task set (PD2: Anderson and Srinivasan, "Mixed
-Pfair/ERfair scheduling of asynchronous periodic tasks", J. Computer and System Sciences 68,
-2004), which keeps every such lag between -1 and 1.
+Shares. A source whose share of the batch is no whole number (3.2 of 8) has the number below or
+above it in a batch, and after any number of batches no source is a whole item away from its share
+of all items: extra items are scheduled like the slots of a periodic task set (PD2: Anderson and
+Srinivasan, "Mixed Pfair/ERfair scheduling of asynchronous periodic tasks", J. Computer and System
+Sciences 68, 2004), which keeps every such lag between -1 and 1.
 
-Passes. A source is read in passes, each one a shuffle of its own of all its rows: no row comes
-again before its pass is over, and a source smaller than its share starts its next pass within
-the batch. What the rows hold, and where they are read, is decided elsewhere.
+Passes. A source is read in passes, each one a shuffle of all its rows: no row comes again before
+its pass is over.
 """
 
 from __future__ import annotations
@@ -21,21 +19,11 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import lru_cache
 
-DEFAULT_SHARES = {
-    "math": Fraction(40, 100),
-    "code": Fraction(30, 100),
-    "qa": Fraction(30, 100),
-}
+DEFAULT_SHARES = {"math": Fraction(2, 5), "code": Fraction(3, 10), "qa": Fraction(3, 10)}
 """The shares of a mix that names none, by the kind of its sources."""
-KINDS = {
-    "gsm8k": "math",
-    "math": "math",
-    "humaneval": "code",
-    "mbpp": "code",
-    "hotpotqa": "qa",
-    "drop": "qa",
-}
+KINDS = dict(gsm8k="math", math="math", humaneval="code", mbpp="code", hotpotqa="qa", drop="qa")
 """What kind of task a benchmark holds."""
 SUM_TOLERANCE = Fraction(1, 10**6)
 """How far written shares may be from 1 together: thirds cannot be written exactly."""
@@ -49,11 +37,8 @@ def kind_of(source: str, benchmark: str | None) -> str | None:
 
 
 def default_shares(kinds: Mapping[str, str]) -> dict[str, Fraction]:
-    """The default recipe for sources of these kinds (source to kind).
-
-    Sources of one kind share its part equally; where a kind is missing, the others keep their
-    proportions: math and code alone get 4/7 and 3/7.
-    """
+    """The default recipe for sources of these kinds (source to kind): sources of one kind share
+    its part equally; where a kind is missing, the others keep their proportions."""
     present = set(kinds.values())
     whole = sum(DEFAULT_SHARES[kind] for kind in present)
     of_kind = {kind: sum(other == kind for other in kinds.values()) for kind in present}
@@ -84,12 +69,8 @@ def apportion(total: int, shares: Mapping[str, Fraction]) -> dict[str, int]:
 
 
 def sample(labels: Sequence[str | None], size: int, seed: int) -> list[int]:
-    """A fixed sample of row numbers, ascending: each label by its share of the rows.
-
-    Args:
-        labels: one for each row, such as the name of its source.
-        size: rows to draw; all where there are no more.
-    """
+    """A fixed sample of at most `size` row numbers, ascending: each of `labels`, one for each row,
+    by its share of the rows."""
     if size >= len(labels):
         return list(range(len(labels)))
     by_label: dict[str, list[int]] = {}
@@ -108,9 +89,7 @@ class Mix:
     """The batches of a mix.
 
     Args:
-        shares: the share of each source; together 1.
-        rows: how many rows each source has, at least one.
-        batch_size: items of a batch.
+        rows: how many rows each source has.
         seed: decides the shuffles, not how many items of a source a batch has.
 
     Raises:
@@ -136,7 +115,6 @@ class Mix:
         self._period = math.lcm(*(part.denominator for part in self._parts))
         """After so many batches every source has exactly its share."""
         self._at, self._extra = 0, [0] * len(self.sources)
-        self._orders: dict[tuple[int, int], list[int]] = {}
 
     def batch(self, number: int) -> list[tuple[str, int]]:
         """(source, row number) of every item of batch `number`, shuffled."""
@@ -186,15 +164,11 @@ class Mix:
 
     def _row(self, source: int, position: int) -> int:
         turn, place = divmod(position, self._rows[source])
-        order = self._orders.get((source, turn))
-        if order is None:
-            order = list(range(self._rows[source]))
-            random.Random(f"pass/{self.seed}/{self.sources[source]}/{turn}").shuffle(order)
-            # A batch may end one pass and begin the next; older ones are not asked for again.
-            self._orders = {
-                key: kept
-                for key, kept in self._orders.items()
-                if key[0] != source or key[1] == turn - 1
-            }
-            self._orders[source, turn] = order
-        return order[place]
+        return _pass(self.seed, self.sources[source], turn, self._rows[source])[place]
+
+
+@lru_cache(maxsize=32)
+def _pass(seed: int, source: str, turn: int, rows: int) -> list[int]:
+    order = list(range(rows))
+    random.Random(f"pass/{seed}/{source}/{turn}").shuffle(order)
+    return order

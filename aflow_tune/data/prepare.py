@@ -2,11 +2,8 @@
 
 Every split takes from each source its share of the rows, by largest remainder. Rows whose
 inputs are equal count once, over all sources. The test rows are drawn first; a row that leaks
-(`leaks.py`) out of the test split is not used for validation, nor one that leaks out of either
-for training: another row takes its place, and the report counts it. What is written has no
-leak, by the same check as `aflow-tune data check`.
-
-Where the rows come from is left to the caller.
+(`leaks.py`) out of a split drawn before is replaced by another one. What is written has no leak,
+by the same check as `aflow-tune data check`.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from aflow_tune.errors import BadInput, Fault
 from aflow_tune.files import as_line, write_whole
 
 SPLITS = ("train", "validation", "test")
-SIZES = {"train": 1000, "validation": 100, "test": 100}
 MANIFEST = "manifest.json"
 
 Row = dict[str, Any]
@@ -63,15 +59,10 @@ def draw(
     sizes: Mapping[str, int],
     seed: int,
 ) -> Drawn:
-    """Draw the splits. The same sources, shares, sizes and seed give the same rows.
+    """Draw the splits, with `sizes` rows each. The same sources, shares (by name of source;
+    together 1), sizes and seed give the same rows.
 
-    Args:
-        shares: by name of source; together 1.
-        sizes: rows of each of `SPLITS`.
-
-    Raises:
-        BadInput: a source has too few rows; it says how many there are.
-    """
+    Raises BadInput: a source has too few rows."""
     seen: set[bytes] = set()
     pools: dict[str, list[Row]] = {}
     duplicates: dict[str, int] = {}
@@ -92,7 +83,11 @@ def draw(
     for split in reversed(SPLITS):
         held_out = [chosen[other] for other in SPLITS[SPLITS.index(split) + 1 :]]
         while True:
-            short |= _fill(chosen[split], quotas[split], pools)
+            for name, wanted in quotas[split].items():
+                missing = wanted - sum(row["source"] == name for row in chosen[split])
+                if missing > len(pools[name]):
+                    short.add(name)
+                chosen[split] += [pools[name].pop() for _ in range(min(missing, len(pools[name])))]
             bad = {leak.held_out for rows in held_out for leak in find_leaks(rows, chosen[split])}
             for number in bad:
                 leaking[chosen[split][number]["source"]] += 1
@@ -100,39 +95,21 @@ def draw(
             if not bad:
                 break
     faults = []
-    for source in sources if short else []:
-        name, needed = source.name, sum(quotas[split][source.name] for split in SPLITS)
+    for name in pools if short else ():
+        needed = sum(quotas[split][name] for split in SPLITS)
         free = usable[name] - leaking[name]
         if needed > free:
             fits = Fraction(free, needed)
             fewer = " ".join(f"--{split} {int(sizes[split] * fits)}" for split in SPLITS)
-            faults.append(
-                Fault(
-                    f"--source {name}" + (f"={source.origin}" if source.origin else ""),
-                    f"{needed} rows, as its share of all splits",
-                    f"{len(source.rows)} rows: {usable[name]} different ones, {leaking[name]} of "
-                    "these nearly the same as held-out ones",
-                    f"{fewer}, a smaller --ratio for it, or more rows",
-                )
-            )
+            found = f"{usable[name]} different ones, {leaking[name]} of them near to held-out ones"
+            fix = f"{fewer}, a smaller --ratio for it, or more rows"
+            faults.append(Fault(f"--source {name}", f"{needed} rows", found, fix))
     if short:
         raise BadInput("There are too few rows.", faults)
     for split, rows in chosen.items():
         random.Random(f"split/{seed}/{split}").shuffle(rows)
     taken = {name: {split: quotas[split][name] for split in SPLITS} for name in pools}
     return Drawn(chosen, duplicates, leaking, taken)
-
-
-def _fill(rows: list[Row], quota: Mapping[str, int], pools: Mapping[str, list[Row]]) -> set[str]:
-    """Add what is missing to `rows`, taking it off the pools. Returns the sources that ran out."""
-    short = set()
-    for name, wanted in quota.items():
-        missing = wanted - sum(row["source"] == name for row in rows)
-        pool = pools[name]
-        if missing > len(pool):
-            short.add(name)
-        rows += [pool.pop() for _ in range(min(missing, len(pool)))]
-    return short
 
 
 def write_splits(
@@ -144,13 +121,9 @@ def write_splits(
     *,
     force: bool = False,
 ) -> list[Path]:
-    """Write a `SPLIT.jsonl` for each split that has rows, and `manifest.json`; returns them.
+    """Write a `SPLIT.jsonl` for each split that has rows, and last `manifest.json`; returns them.
 
-    Each file appears whole or not at all, the manifest last.
-
-    Raises:
-        BadInput: files are there already and `force` is not set, or nothing can be written.
-    """
+    Raises BadInput: files are there already and `force` is not set, or nothing can be written."""
     written = {split: b"".join(map(as_line, rows)) for split, rows in drawn.splits.items()}
     content = {f"{split}.jsonl": text for split, text in written.items() if text}
     manifest = {

@@ -1,9 +1,7 @@
 """Rows of a data file, with the line of every fault.
 
-Reads what Hugging Face `datasets` reads from the same file (JSON, JSON lines, CSV, Parquet,
-Arrow, text, and gzip of the first three) without importing it, and leaves every row as it is:
-rows may differ in their columns. For checking, a long file is read up to a row limit and a
-deadline, and the rest is only counted.
+Reads what Hugging Face `datasets` reads from the same file without importing it, and leaves every
+row as it is. For checking, a long file is read up to a limit, and the rest is only counted.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import csv
 import gzip
 import json
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,25 +17,12 @@ from typing import IO, Any
 
 from aflow_tune.errors import Fault
 
-ROW_LIMIT = 200_000
-"""Rows that are read of one file for checking."""
-SECONDS = 0.6
-"""Seconds that are spent on reading the files of one table for checking."""
+ROW_LIMIT = 100_000
+"""Rows that are read of one table for checking."""
 _FAULT_LIMIT = 5
 
-ORIGINAL_SOURCE = "original_source"
-"""Where a row's own `source` goes if it says something else than where we take the row from."""
-
-SUFFIXES = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
-}
+SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv"}
+SUFFIXES |= {".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 
 
 @dataclass
@@ -70,23 +54,19 @@ def file_format(path: Path) -> str | None:
 
 
 def read_table(source: str, files: list[Path], *, whole: bool = False) -> Table:
-    """Read the files of one split. What is wrong with them is in the table's faults.
-
-    Args:
-        whole: read every row, however long it takes.
-    """
+    """Read the files of one split, `whole` or up to `ROW_LIMIT`. What is wrong with them is in the
+    table's faults."""
     table = Table(source)
     limit = math.inf if whole else ROW_LIMIT
-    deadline = math.inf if whole else time.monotonic() + SECONDS
     for file in files:
         try:
             kind = file_format(file)
             if kind in ("parquet", "arrow"):
-                _read_columns(table, file, kind, limit, deadline)
+                _read_columns(table, file, kind, limit)
             else:
                 opened = gzip.open if file.suffix.lower() == ".gz" else open
                 with opened(file, "rt", encoding="utf-8-sig", newline="") as stream:
-                    _read_stream(table, file, kind, stream, limit, deadline)
+                    _read_stream(table, file, kind, stream, limit)
         except UnicodeDecodeError as error:
             found = f"bytes that are not UTF-8 ({error.reason})"
             table.faults.append(Fault(str(file), "text in UTF-8", found, "save it as UTF-8"))
@@ -100,16 +80,14 @@ def with_source(row: Mapping[str, Any], source: str, benchmark: str | None) -> d
     """The row with the name of its source and, where it is known, of its benchmark."""
     content = dict(row)
     if content.get("source") not in (None, source):
-        content[ORIGINAL_SOURCE] = content["source"]
+        content["original_source"] = content["source"]
     content["source"] = source
     if benchmark is not None:
         content["benchmark"] = benchmark
     return content
 
 
-def _read_stream(
-    table: Table, file: Path, kind: str | None, stream: IO[str], limit: float, deadline: float
-) -> None:
+def _read_stream(table: Table, file: Path, kind: str | None, stream: IO[str], limit: float) -> None:
     """JSON, JSON lines, CSV and text: rows one by one, and from the limit on only counted."""
     rows: Iterator[tuple[str, Any]]
     if kind == "json":
@@ -132,8 +110,7 @@ def _read_stream(
         rows = ((f"{file}:{n}", {"text": line.rstrip("\r\n")}) for n, line in enumerate(stream, 1))
     for place, row in rows:
         table.total += 1
-        late = len(table.rows) % 1000 == 999 and time.monotonic() > deadline
-        if len(table.rows) >= limit or late:
+        if len(table.rows) >= limit:
             table.total += sum(1 for _ in rows)
             return
         if isinstance(row, str):
@@ -153,7 +130,7 @@ def _read_stream(
             table.places.append(place)
 
 
-def _read_columns(table: Table, file: Path, kind: str, limit: float, deadline: float) -> None:
+def _read_columns(table: Table, file: Path, kind: str, limit: float) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -170,7 +147,7 @@ def _read_columns(table: Table, file: Path, kind: str, limit: float, deadline: f
             batches, total = content.to_batches(max_chunksize=1000), content.num_rows
         start = len(table.rows)
         for batch in batches:
-            if len(table.rows) >= limit or time.monotonic() > deadline:
+            if len(table.rows) >= limit:
                 break
             for row in batch.to_pylist():
                 table.places.append(f"{file} row {len(table.rows) - start}")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.config.clashes import hollow, installed_versions, known_clashes, missing
+from aflow_tune.config.clashes import installed_versions, known_clashes, missing
 from aflow_tune.config.tasksets import total_steps
 from aflow_tune.contract.import_faults import package_cure
 from aflow_tune.doctor.lines import Check, Line, begun, fault, line_of, note, ok
@@ -161,7 +161,7 @@ def _examine(path: Path | None, overrides: Sequence[str]) -> Settings | list[Lin
     if path is None:
         return []
     installed = installed_versions()
-    if known_clashes(installed) or missing(installed) or hollow(installed):
+    if known_clashes(installed) or missing(installed):
         text = f"{path}: not examined until the versions are put right"
         return [note("config", text, "the commands under `versions`")]
     from aflow_tune.config.quiet import quiet
@@ -224,7 +224,7 @@ def _sandbox(found: Settings | None) -> list[Line]:
 
 def _ray(found: Settings | None) -> list[Line]:
     """The Ray that a run would join, asked what the run would ask of it."""
-    if "ray" not in (here := installed_versions(("ray",))) or hollow(here):
+    if not installed_versions(("ray",)):
         return [fault("ray", "Ray is not installed", package_cure("ray"))]
     if found is None:
         joined = look_for()

@@ -29,14 +29,11 @@ import psutil
 from aflow_tune.config.clashes import (
     NEEDED,
     cure_of,
-    doubtful,
-    hollow,
     install,
     installed_versions,
     known_clashes,
     matches,
     missing,
-    module_of,
     requirements_of,
 )
 from aflow_tune.contract.import_faults import package_cure
@@ -92,14 +89,9 @@ def check_versions(distribution: str = "aflow-tune") -> list[Line]:
     """Lines about everything that is installed here."""
     installed = installed_versions()
     lines = [ok("versions", ", ".join(f"{name} {installed.get(name, 'none')}" for name in _SHOWN))]
-    for make, clashes in ((fault, known_clashes(installed)), (note, doubtful(installed))):
-        lines += [
-            make("versions", f"{it}: {clash.reason}", cure_of(clash)) for clash, it in clashes
-        ]
+    for clash, found in known_clashes(installed):
+        lines.append(fault("versions", f"{found}: {clash.reason}", cure_of(clash)))
     lines += _declared(distribution, installed)
-    for name in hollow(installed):
-        text = f"{name} has its metadata only"
-        lines.append(fault("versions", text, package_cure(module_of(name))))
     return lines + _differences(installed)
 
 
@@ -107,8 +99,7 @@ def _declared(distribution: str, installed: Mapping[str, str]) -> list[Line]:
     """What this package's own metadata asks for, and is missing or outside of its range."""
     from packaging.utils import canonicalize_name
 
-    clashing = [clash for clash, _ in (*known_clashes(installed), *doubtful(installed))]
-    told = {canonicalize_name(clash.name) for clash in clashing}
+    told = {canonicalize_name(clash.name) for clash, _ in known_clashes(installed)}
     lines = []
     # A checkout without an installation declares nothing; and what these need is needed too.
     wanted = dict.fromkeys(missing(installed), "aflow-tune")
