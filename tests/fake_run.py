@@ -1,8 +1,5 @@
-"""Writes a run folder as a run would leave it: metrics, evaluation records, exports.
-
-The names of the metrics are those that explorer and trainer log; the numbers are made up. For
-tests of whatever reads run folders, without running anything.
-"""
+"""Writes a run folder as a run would leave it: metrics, evaluation records, exports. The names of
+the metrics are those that explorer and trainer log; the numbers are made up."""
 
 from __future__ import annotations
 

@@ -58,8 +58,7 @@ def test_a_clean_run_with_its_reward_by_hand(
 ) -> None:
     code, got = infer("What is 17 * 23?", "--truth", "391")
     assert code == 0
-    assert got["answer"] == "The answer is 391"
-    assert (got["level"], got["level_meaning"]) == (0, "the workflow as it was written")
+    assert (got["answer"], got["level"]) == ("The answer is 391", 0)
     workflow = got["workflow"]
     assert (workflow["valid"], workflow["form"]) == (True, "hybrid")
     assert workflow["prompts"] == {"solve": PROMPT}
@@ -104,8 +103,7 @@ def test_fallbacks_are_said_plainly(
     assert f"fallback {level}" in got["level_meaning"]
     assert [attempt["level"] for attempt in got["attempts"]] == endings
     assert got["ran"]["code"] != got["workflow"]["code"]
-    assert got["ran"]["svg"].startswith("<svg")
-    assert got["score"] == 1.0
+    assert (got["ran"]["svg"][:4], got["score"]) == ("<svg", 1.0)
     assert got["reward"] < -10 + 20 * 0.1  # what the worst clean run earns
 
 

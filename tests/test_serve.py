@@ -138,8 +138,7 @@ def test_a_problem_is_solved_and_what_a_model_wrote_travels_as_data(trained: Cli
     assert "/" not in got["calls"][0]["model"]
     status, got, _ = trained(body={"problem": "evil rubbish", "type": "math"})
     assert (status, got["level"]) == (200, 3)
-    assert EVIL in got["workflow"]["text"]
-    assert EVIL in got["answer"]
+    assert all(EVIL in text for text in (got["workflow"]["text"], got["answer"]))
     assert EVIL not in got["ran"]["svg"]
 
 
@@ -150,8 +149,7 @@ def test_the_page_is_ours_alone(trained: Client) -> None:
         assert (status, headers["x-content-type-options"]) == (200, "nosniff")
         assert headers["content-type"].startswith(f"text/{kind}")
     policy = headers["content-security-policy"]
-    assert "default-src 'none'" in policy
-    assert "frame-ancestors 'none'" in policy
+    assert all(words in policy for words in ("default-src 'none'", "frame-ancestors 'none'"))
     assert "unsafe" not in policy
     assert "//" not in texts["html"].replace("<!doctype html>", "")  # nothing from elsewhere
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
