@@ -1,10 +1,9 @@
 """Whatever a workflow was given as its model, as a client: `as_client`.
 
-AgentScope's chat models, above all the one that a tuned workflow is given: calls go through the
-model itself, with its own records, retries and limits. The model being tuned is trained only on
-calls that are sampled as configured, so arguments that are None are not passed at all. An
-AFlow-style llm takes a prompt only: sampling arguments and tools are refused, a JSON schema is
-written into the prompt. `seed`, which promises nothing anywhere, may be dropped.
+Calls of AgentScope's chat models go through the model itself, with its own records, retries and
+limits. The model being tuned is trained only on calls that are sampled as configured, so arguments
+that are None are not passed. An AFlow-style llm takes a prompt only: a JSON schema is written into
+it, sampling arguments and tools are refused.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aflow_tune.errors import BadInput
@@ -34,11 +34,9 @@ from aflow_tune.models.types import (
 
 
 def as_client(model: Any, role: str = "policy", price: Price | None = None) -> ModelClient:
-    """A client over `model`: a client of ours or another object with its interface (returned as it
-    is: it has a role of its own), an AgentScope chat model such as the one that a tuned workflow
-    gets, or an AFlow-style llm, `await llm(prompt) -> str`. BadInput: it is none of these.
-
-    Its calls are counted under `role`. `price` None: that of the role, if the run has one.
+    """A client over `model`: a client (returned as it is), an AgentScope chat model such as the one
+    that a tuned workflow gets, or an AFlow-style llm, `await llm(prompt) -> str`. Calls are counted
+    under `role`. `price` None: that of the role, if the run has one. BadInput: it is none of these.
     """
     if inspect.iscoroutinefunction(getattr(model, "complete", None)) and hasattr(model, "role"):
         client: ModelClient = model
@@ -56,13 +54,11 @@ def as_client(model: Any, role: str = "policy", price: Price | None = None) -> M
 
 
 class _Adapter(BaseClient):
-    """A client over `inner`, whose exceptions become ours."""
+    """A client over `inner`, whose exceptions become ours. Subclasses have `_ask`."""
 
     inner: Any
     key = ""
-
-    async def _ask(self, ask: Ask, given: dict[str, Any], call: Call) -> Reply:
-        raise NotImplementedError
+    _ask: Callable[[Ask, dict[str, Any], Call], Awaitable[Reply]]
 
     async def _answer(self, ask: Ask, call: Call) -> Reply:
         sampling = {name: getattr(ask, name) for name in ("temperature", "top_p", "max_tokens")}
@@ -78,13 +74,13 @@ class _Adapter(BaseClient):
         raise failure
 
 
-_NAMES: dict[str, dict[str, str | None]] = {
+_NAMES: dict[str, dict[str, str]] = {
     "OpenAIChatModel": {},
     "DashScopeChatModel": {},
-    "AnthropicChatModel": {"stop": "stop_sequences", "seed": None},
+    "AnthropicChatModel": {"stop": "stop_sequences"},
     "GeminiChatModel": {"max_tokens": "max_output_tokens", "stop": "stop_sequences"},
 }
-"""What a class calls our arguments; None: it has no such thing, and the argument may be lost."""
+"""What a class calls our arguments."""
 
 
 class AgentScopeClient(_Adapter):
@@ -120,14 +116,14 @@ class AgentScopeClient(_Adapter):
     def _options(self, ask: Ask, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the call; only those that were asked for. Raises BadInput: this class of
         AgentScope's cannot pass one of them on."""
-        asked = given if ask.seed is None else {**given, "seed": ask.seed}
-        names = _NAMES.get(self._kind)
-        if asked and names is None:
+        if ask.seed is not None and self._kind != "AnthropicChatModel":  # which has no seed
+            given = {**given, "seed": ask.seed}
+        names = _NAMES.get(self._kind, {})
+        if given and self._kind not in _NAMES:
             told = "arguments that this class takes", "sampling arguments"
-            title, where = "This model cannot be asked so.", f"{self._kind}: {', '.join(asked)}"
+            title, where = "This model cannot be asked so.", f"{self._kind}: {', '.join(given)}"
             raise BadInput.of(title, where, *told, "set them when the model is built")
-        renamed = {(names or {}).get(name, name): value for name, value in asked.items()}
-        options: dict[str, Any] = {name: value for name, value in renamed.items() if name}
+        options: dict[str, Any] = {names.get(name, name): value for name, value in given.items()}
         tools = [dict(tool) for tool in ask.tools]
         if ask.schema is not None and self._kind == "OpenAIChatModel":
             options["response_format"] = response_format(ask.schema)
@@ -152,14 +148,10 @@ class AflowLlmClient(_Adapter):
         super().__init__(role, name if isinstance(name, str) else type(llm).__name__, price)
         self.inner = llm
 
-    def _most_tokens(self, ask: Ask) -> int | None:
-        return None
-
     async def _ask(self, ask: Ask, given: dict[str, Any], call: Call) -> Reply:
         if given or ask.tools:
-            expected, where = "nothing: this llm takes only a prompt", ", ".join(given) or "tools"
-            title, found = "An AFlow llm cannot be asked this.", f"{given or ask.tools!r:.80}"
-            raise BadInput.of(title, where, expected, found, "leave it out")
+            title, where = "An AFlow llm cannot be asked this.", ", ".join(given) or "tools"
+            raise BadInput.of(title, where, "a prompt only", where, "leave it out")
         parts = [f"{m['role']}: {text_of(m.get('content'))}" for m in ask.messages]
         if len(parts) == 1:
             parts = [text_of(ask.messages[0].get("content"))]

@@ -23,9 +23,8 @@ class BaseClient:
         self.role, self.model, self.price = role, model, price
 
     async def complete(self, messages: Sequence[Message], **options: Any) -> Reply:
-        """One answer; arguments as of `types.ModelClient`. Raises as that, and BadInput: the
-        messages are malformed, this client cannot pass an argument on, or the price is not known
-        where the budget limits money."""
+        """One answer: `types.ModelClient`. Also raises BadInput: the messages are malformed, this
+        client cannot pass an argument on, or a limit on money lacks the price."""
         ask = self._with_defaults(Ask(messages=messages, **options))
         ask.check()
         most = ask.most_prompt_tokens, self._most_tokens(ask)
@@ -62,11 +61,8 @@ class BaseClient:
 
 
 class ScriptedModel(BaseClient):
-    """A `ModelClient` that answers from a list, in order, or from a function of the messages.
-
-    `replies`: texts (which have no usage), whole replies and errors to raise; or a function, plain
-    or async, of the messages. `asked` holds every question, in the order in which they came.
-    """
+    """A `ModelClient` that answers from a list of texts, replies and errors to raise, in order; or
+    from a function of the messages, plain or async. `asked` holds every question, in order."""
 
     def __init__(
         self,
