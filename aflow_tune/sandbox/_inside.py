@@ -1,11 +1,9 @@
 """What runs inside a sandbox: a supervisor, and in a child of it the program.
 
-This file is never imported there: its compiled code is sent over the control socket to an
-interpreter that was started with nothing but a line to receive it (`process.py`), so it uses
+Its compiled code is sent over the control socket to a bare interpreter (`process.py`), so it uses
 built-in modules only. Behind bubblewrap the supervisor is process 1 of its own process namespace;
 else it adopts the orphans of the tree. It watches time, memory, processes and disk, and says how
-the program ended; the parent keeps every limit that it can see. A module of ours (`preload`) may be
-loaded before there is a program, which finds it as `aflow_preloaded`.
+the program ended. A module of ours (`preload`) may be loaded before there is a program.
 
 The conversation: setup, `ready`, job, `started` or `refused ...`, `ended ...`. Setup and job come
 as marshal with a length before it; what goes back are lines of ASCII.
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 TOLD, CHANNEL = 200, 3
-"""File descriptors in the child: where it tells that it is confined, and the channel."""
+"""Descriptors in the child: where it tells that it is confined, and the channel."""
 CONFINED = b"confined"
 
 
@@ -101,7 +99,6 @@ def main(control: _socket.socket, channel: int) -> None:
 
 
 def load(name: str, code: CodeType) -> None:
-    """Make a module of this code."""
     module = sys.modules[name] = type(sys)(name)
     exec(code, module.__dict__)
 
@@ -243,11 +240,9 @@ def tasks_of(uid: int) -> int:
     """How many threads a user has on this machine."""
     count = 0
     for name in os.listdir("/proc"):
-        try:
+        with Ignored():
             if name.isdigit() and os.stat(f"/proc/{name}").st_uid == uid:
                 count += len(os.listdir(f"/proc/{name}/task"))
-        except OSError:
-            continue
     return count
 
 
@@ -279,8 +274,7 @@ def run(job: dict[str, Any]) -> None:
 
 
 POLL_SECONDS = 0.01
-DISK_EVERY = 3
-"""Polls between two looks at the disk, which may take longer."""
+DISK_EVERY = 3  # polls between two looks at the disk, which may take longer
 MOST_FILES = 20_000
 MB = 1 << 20
 
@@ -398,17 +392,13 @@ class Watch:
 
 
 def read(path: str) -> bytes:
-    """A file of /proc."""
     with open(path, "rb", buffering=0) as file:
         return file.readall()
 
 
 def place_of(pid: int) -> str:
-    """Where /proc tells of a process.
-
-    Once its first thread has ended, its own place shows an empty process, whatever the other
-    threads go on with; theirs show it as it is.
-    """
+    """Where /proc tells of a process: once its first thread has ended, its own place shows an
+    empty one; those of its other threads do not."""
     place = f"/proc/{pid}"
     with Ignored():
         if read(f"{place}/statm").startswith(b"0 "):
@@ -438,13 +428,11 @@ def descendants() -> list[int]:
     pending = [os.getpid()]
     while pending:
         pid = pending.pop()
-        try:
+        with Ignored():
             for task in os.listdir(f"/proc/{pid}/task"):
                 below = [int(word) for word in read(f"/proc/{pid}/task/{task}/children").split()]
                 found += below
                 pending += below
-        except OSError:
-            continue
     return found
 
 
@@ -467,15 +455,12 @@ def folder_size(folder: str) -> tuple[int, int]:
     used, files = 0, 0
     pending = [folder]
     while pending and files <= MOST_FILES:
-        try:
-            with os.scandir(pending.pop()) as entries:
-                for entry in entries:
-                    files += 1
-                    used += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(entry.path)
-        except OSError:
-            continue
+        with Ignored(), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                files += 1
+                used += entry.stat(follow_symlinks=False).st_blocks * 512
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
     return used, files
 
 

@@ -1,9 +1,8 @@
 """Run one program in the sandbox, from async code or from plain code; or talk with one.
 
-One thread a process, the engine, has an event loop of its own, starts sandboxes and runs programs
-in them. It lives as long as the process: the kernel ends a sandbox with the thread that started it,
-and one that is not reached by that ends when its socket closes. Each sandbox is used once. From the
-second program on some are kept ready for a while, of each kind that was wanted. A forked process
+One thread a process, the engine, starts sandboxes and runs programs in them. The kernel ends a
+sandbox with the thread that started it, or the sandbox itself when its socket closes. Each is used
+once; from the second program on some are kept ready, of each kind that was wanted. A forked process
 starts an engine of its own.
 
 A conversation is JSON values, one a line, over a private socket; for the program it is the module
@@ -44,11 +43,8 @@ from aflow_tune.trace import ProgramRun, note
 T = TypeVar("T")
 
 IDLE_SECONDS = 20.0
-REFILL_SECONDS = 0.03
-"""After one with a module was taken, until another is started; at once where none is left."""
 _Kind = tuple[Level, int, str, tuple[str, ...]]
-"""A level, how much disk its sandboxes have in MB, the module that they load in advance, and the
-packages that their programs may import."""
+"""Level, disk in MB, the module that is loaded in advance, packages that programs may import."""
 
 
 class Engine:
@@ -65,7 +61,7 @@ class Engine:
         self._found: dict[str, Detection] = {}
         self._detecting = asyncio.Lock()
         self.running = asyncio.Semaphore(4 * cores)
-        """Programs that run at once; held by `run_program`, not by channels."""
+        """Programs of `run_program` that run at once."""
         self._starting = asyncio.Semaphore(2 * cores)
         run = self._loop.run_forever
         self._thread = threading.Thread(target=run, name="aflow-tune-sandbox", daemon=True)
@@ -77,8 +73,8 @@ class Engine:
 
     @contextlib.asynccontextmanager
     async def sandbox(self, policy: str, disk_mb: int, preload: str = "") -> AsyncIterator[Sandbox]:
-        """A sandbox of its own for the block, with this module of ours loaded; it is gone when the
-        block is left. SandboxUnavailable: no backend that the policy accepts can be built."""
+        """A sandbox for the block, with this module of ours loaded; it is gone when the block is
+        left. SandboxUnavailable: no backend that the policy accepts can be built."""
         backend, packages = parts(policy)
         found = await self.detect(backend)
         if found.level is None:
@@ -154,10 +150,7 @@ class Engine:
         else:
             with _told(kind[0]):
                 found = await self.start(*kind)
-        if self._served > 1 and waiting and kind[2]:
-            # Starting one takes a core for long, which this one's program may want.
-            self._loop.call_later(REFILL_SECONDS, self._refill, kind)
-        elif self._served > 1:
+        if self._served > 1:
             self._refill(kind)
         return found
 
@@ -244,16 +237,13 @@ async def run_program(
     policy: str = "auto",
     files: Mapping[str, str] = {},
 ) -> Execution:
-    """Run a Python program, as `main.py` in an empty working folder, by the interpreter that runs
+    """Run a Python program as `main.py` in an empty working folder, by the interpreter that runs
     us, with the standard library and the packages of the policy. A cancelled call kills it first.
 
-    `files`: texts that lie in the working folder, by relative path. `policy`: one of `Level`, or
-    auto: what the run's configuration says, else the strongest backend that can be built, never
-    unsafe_subprocess; packages that the program may import follow: `auto+numpy`.
-
-    Raises:
-        SandboxUnavailable: no such backend can be built; the program was not run.
-        BadInput: the policy, a limit or a file's name makes no sense.
+    `files`: texts in the working folder, by relative path. `policy`: a `Level`, or auto: what the
+    run's configuration says, else the strongest backend that can be built, never unsafe_subprocess;
+    packages follow: `auto+numpy`. Raises SandboxUnavailable: no such backend can be built, nothing
+    was run; BadInput: the policy, a limit or a file's name makes no sense.
     """
     job, policy = checked_job(source, stdin, limits, files, channel=False), meant(policy)
     started = time.monotonic()
@@ -342,9 +332,7 @@ def checked_job(
     """A job whose limits and names make sense. BadInput: all that does not."""
     faults = []
     for name, value in vars(limits).items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        unset = name == "cpu_seconds" and value is None
-        if not unset and not (number and 0 < value < 1 << 30):
+        if value is not None and not 0 < value < 1 << 30:
             told = "a number above 0", repr(value), "give a positive number"
             faults.append(Fault(f"limits.{name}", *told))
     for name in files:
@@ -376,8 +364,8 @@ class Channel:
         self._sending, self._receiving = asyncio.Lock(), asyncio.Lock()
 
     async def send(self, message: Any) -> None:
-        """Send a JSON value other than null; waits while the program does not read. TypeError,
-        ValueError: it is not one, or too long. ProgramEnded: nobody is there to read it."""
+        """Send a JSON value other than null. TypeError, ValueError: it is not one, or too long.
+        ProgramEnded: nobody is there to read it."""
         if message is None:
             raise ValueError("None is no message: it means that there will be none")
         line = json.dumps(message).encode() + b"\n"
@@ -447,9 +435,8 @@ async def open_channel(
     """Run a program as `run_program` does, and talk with it, in messages of at most
     `limits.output_kb`. Leaving the block kills it. Raises as `run_program`.
 
-    `preload`: the dotted name of a module that the program finds as `aflow_preloaded`, loaded
-    before the program arrives and before its limits begin, with the standard library alone. It is
-    ours: nothing is confined from files yet while it loads.
+    `preload`: the dotted name of a module of ours that the program finds as `aflow_preloaded`,
+    loaded before the limits begin and while no file is out of reach.
     """
     job, policy = checked_job(source, "", limits, files, channel=True), meant(policy)
     loop = asyncio.get_running_loop()
