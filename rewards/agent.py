@@ -10,7 +10,7 @@ All but `tool_calls` and `steps` may be left out. Without `completion` the answe
 the benchmark that the row or `rewards.benchmark` names, else against the row's `answer` by the
 strict rule for short answers. Rows have `target_tools` (names) and perhaps `optimal_steps`.
 Weights and penalties are `rewards.agent` of the configuration. Each part and penalty is logged
-as `agent/NAME`; the feedback goes to the run's log.
+as `agent/NAME`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ async def agent_judge(task: dict, response: Any, logger: Any = None) -> JudgeOut
     settings = reward_settings().agent
     wanted = target_tools(task.get("target_tools"))
     result = agent_reward(run, wanted, task.get("optimal_steps"), settings)
-    if logger is not None:
-        logger.info(result.feedback)
     return JudgeOutput(reward=result.reward, metrics=result.metrics())
 
 

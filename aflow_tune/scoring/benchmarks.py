@@ -1,8 +1,8 @@
 """The benchmarks: what a row asks, what its gold answer is, and both rules that score one.
 
-`BENCHMARKS` is the registry; reasoning-gym's hundred tasks, `reasoning_gym:TASK`, are made on
-demand. Whatever keeps a scorer from a verdict is 'unscored' (`Score.value` None), never 0. Only
-what stops everything, such as a sandbox that cannot be built, is raised. Rules: docs/scoring.md.
+`BENCHMARKS` is the registry; reasoning-gym's tasks, `reasoning_gym:TASK`, are made on demand.
+Whatever keeps a scorer from a verdict is 'unscored' (`Score.value` None), never 0; only what stops
+everything, such as a missing sandbox, is raised. Rules: docs/scoring.md.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from aflow_tune.scoring.code import (
     check_code,
     check_together,
     helpers_of,
-    may_clash,
     published_program,
-    same_program,
     strict_program,
 )
 from aflow_tune.scoring.rows import HubSource, Row
@@ -99,13 +97,8 @@ async def score_both(
         SandboxUnavailable: the answer is code and nothing here may run it.
     """
     chosen = _checked(benchmark, row)
-    published = await _score(chosen, row, answer, "published", policy)
-    known = chosen.is_code and published.scored
-    known = known and await asyncio.to_thread(_told_by_published, row, answer, published.value == 1)
-    if known and published.value == 0:
-        return {"strict": published, "published": published}
-    strict = await _score(chosen, row, answer, "strict", policy, known)
-    return {"strict": strict, "published": published}
+    given = [_score(chosen, row, answer, rule, policy) for rule in RULES]
+    return dict(zip(RULES, await asyncio.gather(*given), strict=True))
 
 
 def find(benchmark: Benchmark | str) -> Benchmark:
@@ -141,34 +134,25 @@ def _checked(benchmark: Benchmark | str, row: Row) -> Benchmark:
     return chosen
 
 
-async def _score(
-    benchmark: Benchmark,
-    row: Row,
-    answer: str,
-    rule: Rule,
-    policy: str,
-    passes_together: bool = False,
-) -> Score:
+async def _score(benchmark: Benchmark, row: Row, answer: str, rule: Rule, policy: str) -> Score:
     """The score by one rule; whatever goes wrong in scoring says nothing about the answer."""
     try:
         if benchmark.scorers is not None:
             # Some ask a child process and wait.
             return await asyncio.to_thread(benchmark.scorers[rule], answer, row)
-        tests, entry_point = row["test"], row["entry_point"]
+        tests, entry_point, strict = row["test"], row["entry_point"], rule == "strict"
+        find_program = strict_program if strict else published_program
         try:
-            program = await asyncio.to_thread(_PROGRAMS[rule], answer, entry_point)
+            program = await asyncio.to_thread(find_program, answer, entry_point)
         except NoProgram as error:
-            if rule == "published":  # a bound of ours, which the published rule does not have
+            if not strict:  # a bound of ours, which the published rule does not have
                 raise
             return wrong(str(error))
         graded: dict[str, Any] = {"limits": CODE_LIMITS, "policy": policy}
-        if rule == "strict" or entry_point in PUBLISHED_HELPERS:
+        if strict or entry_point in PUBLISHED_HELPERS:
             graded["helpers"] = helpers_of(row["prompt"], entry_point)
-        if rule == "published":
-            verdict = await check_together(program, tests, entry_point, **graded)
-        else:
-            graded["passes_together"] = passes_together
-            verdict = await check_code(program, tests, entry_point, **graded)
+        check = check_code if strict else check_together
+        verdict = await check(program, tests, entry_point, **graded)
     except AflowTuneError:
         raise
     except Exception as error:
@@ -176,27 +160,6 @@ async def _score(
     if verdict.passed is None:
         return Score(None, verdict.reason)
     return RIGHT if verdict.passed else wrong(verdict.reason)
-
-
-_PROGRAMS: dict[Rule, Callable[[str, str], str]] = {
-    "strict": strict_program,
-    "published": published_program,
-}
-
-
-def _told_by_published(row: Row, answer: str, passes: bool) -> bool:
-    """Whether the published verdict tells how the strict program does beside its tests: both rules
-    run the same program, unless that fails and the strict rule gives it more of the prompt, or
-    keeps its names apart from those of the tests."""
-    entry_point = row["entry_point"]
-    try:
-        programs = [program_in(answer, entry_point) for program_in in _PROGRAMS.values()]
-    except NoProgram:
-        return False
-    more = entry_point not in PUBLISHED_HELPERS and helpers_of(row["prompt"], entry_point)
-    if not passes and (more or may_clash(programs[0], row["test"])):
-        return False
-    return same_program(*programs)
 
 
 def _gym_benchmark(task: str) -> Benchmark:

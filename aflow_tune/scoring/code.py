@@ -4,17 +4,16 @@ published (`sanitize` in scripts/utils/sanitize.py of the public AFlow code, aft
 longest run of lines that is Python; of that imports, and definitions that the entry point reaches.
 strict: the whole text, or its one fenced block that defines the entry point.
 
-`check_together` gives the field's verdict on every program; but there a solution can read the
-tests, patch what they use and return objects that equal everything. `check_code` resists that: what
-passes together runs once more with the tests in another process. A call `candidate(...)` travels
-over both channels through this module, which passes messages on and believes nothing; the solution
-can only answer calls with values (`_graded.py`). The table of outcomes stands in docs/scoring.md.
+`check_together` gives the field's verdict; but there a solution can read the tests, patch what they
+use and return objects that equal everything. So with `check_code` what passes together runs again
+with the tests in another process. A call `candidate(...)` travels over both channels through this
+module, which believes nothing; the solution can only answer calls with values (`_graded.py`). The
+outcomes: docs/scoring.md.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import contextlib
 import functools
 import itertools
@@ -55,8 +54,8 @@ async def check_together(
     """Run `tests` against a program in one process. Arguments and errors as of `check_code`.
 
     Args:
-        shared: also let them share their global names, as the field does: what the tests define
-            replaces what the solution defined. Else neither changes what the other's names mean.
+        shared: let them share their global names, as the field does. Else neither changes what
+            the other's names mean.
     """
     text = tests if isinstance(tests, str) else "\n".join(tests)
     try:
@@ -67,11 +66,8 @@ async def check_together(
     if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         return CodeVerdict(None, "the tests assert nothing")
     token = secrets.token_hex()
-    async with open_channel(
-        _program("run_together"),
-        limits=_roomy(limits),
-        policy=policy,
-    ) as channel:
+    program, roomy = _program("run_together"), _roomy(limits)
+    async with open_channel(program, limits=roomy, policy=policy) as channel:
         with contextlib.suppress(ProgramEnded):  # which is seen when it is listened to
             await channel.send([token, shared, entry_point, helpers, solution, text])
         said = await channel.receive()
@@ -91,7 +87,6 @@ async def check_code(
     helpers: str = "",
     limits: Limits = Limits(),  # noqa: B008
     policy: str = "auto",
-    passes_together: bool = False,
 ) -> CodeVerdict:
     """Run `tests` against the function `entry_point` of the program `solution`.
 
@@ -102,17 +97,15 @@ async def check_code(
         helpers: a program that both sides have, such as what a prompt defines.
         limits: of each process; the time is for all tests together.
         policy: as `run_program` takes it.
-        passes_together: whether it is known that `check_together` lets it pass.
 
     Raises:
         SandboxUnavailable: nothing was run.
     """
     text = tests if isinstance(tests, str) else "\n".join(tests)
-    if not passes_together:
-        given: dict[str, Any] = {"helpers": helpers, "limits": limits, "policy": policy}
-        together = await check_together(solution, text, entry_point, **given, shared=False)
-        if not together.passed:
-            return together
+    given: dict[str, Any] = {"helpers": helpers, "limits": limits, "policy": policy}
+    together = await check_together(solution, text, entry_point, **given, shared=False)
+    if not together.passed:
+        return together
     limits = _roomy(limits)
     longer = replace(limits, seconds=limits.seconds + GRACE_SECONDS, cpu_seconds=None)
     mine = {"helpers.py": helpers, "solution.py": solution}
@@ -222,22 +215,6 @@ def strict_program(answer: str, entry_point: str) -> str:
     if len(programs) > 1:
         raise NoProgram(f"{len(programs)} programs that differ")
     return next(iter(programs.values()))
-
-
-def same_program(first: str, second: str) -> bool:
-    """Whether two texts are the same Python, but for layout and comments."""
-    try:
-        return first == second or ast.dump(_parse(first)) == ast.dump(_parse(second))
-    except _NO_PYTHON:
-        return False
-
-
-def may_clash(program: str, tests: str) -> bool:
-    """Whether one may change what a global name means to the other."""
-    try:
-        return bool(_defined(_parse(program)) & (_defined(_parse(tests)) | vars(builtins).keys()))
-    except _NO_PYTHON:
-        return True
 
 
 def helpers_of(prompt: str, entry_point: str) -> str:

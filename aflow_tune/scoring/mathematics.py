@@ -1,22 +1,21 @@
 # ruff: noqa: RUF001 (the characters that answers are written with)
 r"""Scoring answers that are mathematics, MATH's, by both rules of docs/scoring.md.
 
-The strict rule first brings both sides into one spelling (`plain_spelling`), then reads what they
-consist of (`read`). A reading is a text, one value, or a tuple of a kind and what belongs to it:
-`("list", ...)` in any order; `("()", a, b)`, `("[)", ...)` and so on, a tuple or an interval, which
-are written alike; `("union", ...)` of intervals; `("named", name, reading)` for `x = 5`;
-`("assigned", named, ...)`, values of different unknowns, sorted by name; `("same", ...)`, sides of
-an equation without an unknown, all of which must be the value asked for. Two are equal as text
-without spaces, or by math-verify, value by value.
+The strict rule brings both sides into one spelling (`plain_spelling`) and reads what they consist
+of (`read`): one value as a text, or a tuple of a kind and what belongs to it: `("list", ...)` in
+any order; `("()", a, b)`, `("[)", ...)` and so on, a tuple or an interval; `("union", ...)` of
+intervals; `("named", name, reading)` for `x = 5`; `("assigned", named, ...)`, values of several
+unknowns, sorted by name; `("same", ...)`, sides of an equation without an unknown, all of which
+must be the value. Two are equal as text without spaces, or by math-verify, value by value.
 
 The published rule (benchmarks/math.py of the public AFlow code): equal texts; or numbers within
-1e-3; or equal by SymPy after `parse_latex`, or `parse_expr` where that fails.
-
-An answer such as `9^{9^{9^{9}}}` computes for ever, so each rule asks a process that may be lost.
+1e-3; or equal by SymPy after `parse_latex`, or `parse_expr` where that fails. An answer such as
+`9^{9^{9^{9}}}` computes for ever, so each rule asks a process that may be lost.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import sys
@@ -31,7 +30,6 @@ from aflow_tune.scoring.numbers import boxed_answers, shallow_boxed
 from aflow_tune.scoring.types import RIGHT, CannotScore, Score, wrong
 
 Reading = str | tuple[Any, ...]
-"""One value as a text, or a kind and what belongs to it: `mathematics.py`."""
 VERIFY_SECONDS = 3
 """Processor time for one question to math-verify."""
 _VERIFY = AskedProcess("aflow_tune.scoring.mathematics", "math-verify", VERIFY_SECONDS, "strict")
@@ -77,12 +75,8 @@ def score_published(answer: str, solution: str) -> Score:
 
 
 def score_strict(answer: str, solution: str) -> Score:
-    """1 if the boxed answers equal those of the reference, which may be a bare answer.
-
-    Raises:
-        CannotScore: the reference is empty.
-        Undecided: the comparison took too long.
-    """
+    """1 if the boxed answers equal those of the reference, which may be a bare answer. Raises
+    CannotScore: the reference is empty; Undecided: the comparison took too long."""
     expected: list[str] = []
     for box in map(plain_spelling, boxed_answers(solution) or [solution]):
         if not any(equal_answers(box, other) for other in expected):
@@ -111,11 +105,8 @@ def _fault(answer: str, truth: str) -> str:
     given, expected = read(answer), read(truth)
     if open_choice := _open_choice(answer, given, truth, expected):
         return open_choice
-    if equal_answers(given, expected):
-        return ""
-    if kind_of(value_of(given)) == "same":
-        return _NO_VALUE
-    return f"{_short(answer)} is not {_short(truth)}"
+    right = equal_answers(given, expected)
+    return "" if right else f"{_short(answer)} is not {_short(truth)}"
 
 
 def _open_choice(answer: str, given: Reading, truth: str, expected: Reading) -> str:
@@ -427,15 +418,9 @@ def _as_fraction(found: re.Match[str]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def equal_answers(answer: Reading, truth: Reading) -> bool:
-    """Whether `answer` equals `truth`, as text without spaces or by math-verify.
-
-    Both are LaTeX without delimiters, or plain text, or what was read of these. What cannot be
-    read as mathematics is compared as text. May be called from any thread.
-
-    Raises:
-        Undecided: the comparison took more than `VERIFY_SECONDS`, or too much memory.
-        QuestionFailed: math-verify raised an exception.
-    """
+    """Whether `answer` equals `truth`, as text without spaces or by math-verify; both as text
+    without delimiters, or as what `read` gave. Raises Undecided: the comparison took more than
+    `VERIFY_SECONDS`, or too much memory; QuestionFailed: math-verify raised an exception."""
     if answer == truth or _letters(answer) == _letters(truth):
         return True
     return bool(_VERIFY.ask(answer, truth))
@@ -489,11 +474,7 @@ def _serve_strict() -> None:
         if kinds[1] == "same":
             return equal(answer, truth[-1])
         if "assigned" in kinds:
-            rows = [
-                one[1:] if kind_of(one) in ("assigned", "list", "()") else ()
-                for one in (answer, truth)
-            ]
-            return in_order(*rows)
+            return set(kinds) <= {"assigned", "list", "()"} and in_order(answer[1:], truth[1:])
         if kinds[0] != kinds[1]:
             return False
         if kinds[0] in ("list", "union"):  # in any order
@@ -521,23 +502,18 @@ def published_equal(answer: str, truth: str) -> bool:
     more than `SYMPY_SECONDS`, or too much memory."""
     if answer == truth:
         return True
-    numbers = as_number(answer), as_number(truth)
-    if numbers[0] is not None and numbers[1] is not None:
-        return isclose(numbers[0], numbers[1], abs_tol=TOLERANCE)
+    given, expected = as_number(answer), as_number(truth)
+    if given is not None and expected is not None:
+        return isclose(given, expected, abs_tol=TOLERANCE)
     return bool(_SYMPY.ask(answer, truth))
 
 
 def as_number(text: str) -> float | None:
     """What Python's `float` reads, thousands separators and a percent sign allowed."""
     text = text.replace(",", "")
+    percent = text.endswith("%")
     try:
-        return float(text)
-    except ValueError:
-        pass
-    if not text.endswith("%"):
-        return None
-    try:
-        return float(text[:-1].removesuffix("\\")) / 100
+        return float(text[:-1].removesuffix("\\")) / 100 if percent else float(text)
     except ValueError:
         return None
 
@@ -553,23 +529,18 @@ def _serve_published() -> None:
 
     def expression(text: str) -> Any:
         for parse in parsers:
-            try:
+            with contextlib.suppress(Exception):
                 return parse(text)
-            except Exception:
-                continue
         return text
 
     def equal(answer: str, truth: str) -> bool:
         left, right = expression(answer), expression(truth)
-        try:
+        with contextlib.suppress(Exception):
             if simplify(left - right) == 0:
                 return True
-        except Exception:
-            pass
-        try:
+        with contextlib.suppress(Exception):
             return isclose(N(left), N(right), abs_tol=TOLERANCE)
-        except Exception:
-            return False
+        return False
 
     serve(equal)
 

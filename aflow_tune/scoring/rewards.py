@@ -1,9 +1,8 @@
 """What rewards are built from: their settings, weighted parts, the two shipped sums of parts.
 
 `five_part` asks whether an answer is right, cheap, simple, well formed and terse; `agent_reward`
-looks at the tools that an agent called, so it depends on no agent framework. Each part is a number
-in [0, 1]. A part that is None is not known: its weight falls to the others, never is it taken for
-0. An answer that cannot be scored has no reward (`Unscored`).
+looks at the tools that an agent called. Each part is a number in [0, 1], or None: not known, so
+that its weight falls to the others. An answer that cannot be scored has no reward (`Unscored`).
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ def logged(scores: Mapping[Rule, Score]) -> dict[str, float]:
 
 
 def weighted(parts: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
-    """The weighted mean of the parts that are known, in [0, 1] if they are. A part that is None is
-    unknown, not 0: its weight falls to the others. Raises Unscored: none is known."""
+    """The weighted mean of the parts that are known. Raises Unscored: none is known."""
     known = {name: value for name, value in parts.items() if value is not None}
     total = sum(weights[name] for name in known)
     if total <= 0:
@@ -222,13 +220,12 @@ class AgentRun:
 
 @dataclass(frozen=True)
 class AgentReward:
-    """The reward, its parts in [0, 1], what was taken off, and a sentence about each."""
+    """The reward, its parts in [0, 1], and what was taken off."""
 
     reward: float
     parts: Mapping[str, float]
     penalties: Mapping[str, float] = field(default_factory=dict)
     """By name, as numbers of 0 or less."""
-    feedback: str = ""
 
     def metrics(self) -> dict[str, float]:
         """Each part and each penalty under `agent/NAME`."""
@@ -247,12 +244,11 @@ def agent_reward(
     for a time-out. The sum is not below `settings.lowest`.
     """
     chosen = settings or AgentRewardSection()
-    optimal = optimal_steps or chosen.optimal_steps
     called = [call.name for call in run.calls]
     parts = {
         "completion": min(1.0, max(0.0, run.completion)),
         "accuracy": tool_accuracy(called, wanted),
-        "efficiency": efficiency(run.steps, optimal),
+        "efficiency": efficiency(run.steps, optimal_steps or chosen.optimal_steps),
         "timing": timing(called, wanted),
         "format": float(run.format_errors == 0),
     }
@@ -269,7 +265,6 @@ def agent_reward(
         reward=max(chosen.lowest, total),
         parts=parts,
         penalties={name: value or 0.0 for name, value in penalties.items()},
-        feedback=feedback(run, wanted, optimal),
     )
 
 
@@ -305,24 +300,6 @@ def redundant_calls(calls: Sequence[ToolCall], wanted: Sequence[str]) -> list[st
         if call.name in allowed and seen[key] > allowed[call.name]:
             repeats.append(call.name)
     return repeats
-
-
-def feedback(run: AgentRun, wanted: Sequence[str], optimal_steps: int) -> str:
-    """How far the task was completed, and what to do otherwise, a sentence each."""
-    called = [call.name for call in run.calls]
-    missing = ", ".join(name for name in dict.fromkeys(wanted) if name not in called)
-    wrong = ", ".join(name for name in dict.fromkeys(called) if name not in wanted)
-    repeated = Counter(redundant_calls(run.calls, wanted))
-    lines = {
-        f"The task was completed to {run.completion:.0%}.": True,
-        f"Not called but needed: {missing}.": missing,
-        f"Called but not needed: {wrong}.": wrong,
-        **{f"{name} was called again {n} times without need.": n for name, n in repeated.items()},
-        f"It took {run.steps} steps where {optimal_steps} are enough.": run.steps > optimal_steps,
-        f"{run.format_errors} answers could not be read: keep to the format.": run.format_errors,
-        "The time ran out.": run.timed_out,
-    }
-    return " ".join(line for line, holds in lines.items() if holds)
 
 
 def target_tools(value: Any) -> list[str]:
