@@ -42,7 +42,6 @@ from aflow_tune.trace import ProgramRun, note
 
 T = TypeVar("T")
 
-IDLE_SECONDS = 20.0
 _Kind = tuple[Level, int, str, tuple[str, ...]]
 """Level, disk in MB, the module that is loaded in advance, packages that programs may import."""
 
@@ -53,10 +52,8 @@ class Engine:
     def __init__(self) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
         self.pid, self._keep, self._served = os.getpid(), max(2, min(4, cores)), 0
-        self._closing = self._warned = False
-        self._waiting: defaultdict[_Kind, list[Sandbox]] = defaultdict(list)
-        self._coming: defaultdict[_Kind, set[asyncio.Task[None]]] = defaultdict(set)
-        self._idle: asyncio.TimerHandle | None = None
+        self._warned = False
+        self._spare: defaultdict[_Kind, list[asyncio.Task[Sandbox]]] = defaultdict(list)
         self._loop = asyncio.new_event_loop()
         self._found: dict[str, Detection] = {}
         self._detecting = asyncio.Lock()
@@ -141,45 +138,21 @@ class Engine:
 
     async def _take(self, kind: _Kind) -> Sandbox:
         self._served += 1
-        waiting = self._waiting[kind]
-        while waiting:
-            found = waiting.pop()
-            if found.alive:
-                break
-            await _discard(found)
-        else:
+        spare = self._spare[kind]
+        found: Sandbox | None = None
+        while spare and found is None:
+            with contextlib.suppress(BackendFailed):
+                found = await spare.pop(0)
+                if not found.alive:
+                    await _discard(found)
+                    found = None
+        if found is None:
             with _told(kind[0]):
                 found = await self.start(*kind)
         if self._served > 1:
-            self._refill(kind)
+            missing = self._keep - len(spare)
+            spare += [self._loop.create_task(self.start(*kind)) for _ in range(missing)]
         return found
-
-    def _refill(self, kind: _Kind) -> None:
-        if self._closing:
-            return
-        if self._idle is not None:
-            self._idle.cancel()
-        self._idle = self._loop.call_later(IDLE_SECONDS, self._rest)
-        coming = self._coming[kind]
-        for _ in range(self._keep - len(self._waiting[kind]) - len(coming)):
-            task = self._loop.create_task(self._add(kind))
-            coming.add(task)
-            task.add_done_callback(coming.discard)
-
-    async def _add(self, kind: _Kind) -> None:
-        # Who needs one will start one, and say what is wrong.
-        with contextlib.suppress(BackendFailed):
-            sandbox = await self.start(*kind)
-            if self._closing:
-                await _discard(sandbox)
-            else:
-                self._waiting[kind].append(sandbox)
-
-    def _rest(self) -> None:
-        """Nothing ran for a while: end those that wait."""
-        for waiting in self._waiting.values():
-            while waiting:
-                self._loop.create_task(_discard(waiting.pop()))
 
     def close(self) -> None:
         """End what waits. At the end of the process; what runs ends with it."""
@@ -187,11 +160,10 @@ class Engine:
             return
 
         async def shut() -> None:
-            self._closing = True
-            coming = [task for tasks in self._coming.values() for task in tasks]
-            await asyncio.gather(*coming, return_exceptions=True)
-            left = [sandbox for waiting in self._waiting.values() for sandbox in waiting]
-            await asyncio.gather(*map(_discard, left))
+            spare = [task for tasks in self._spare.values() for task in tasks]
+            for sandbox in await asyncio.gather(*spare, return_exceptions=True):
+                if isinstance(sandbox, Sandbox):
+                    await _discard(sandbox)
 
         with contextlib.suppress(Exception):
             self.submit(shut()).result(timeout=5)

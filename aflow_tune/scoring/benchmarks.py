@@ -29,24 +29,21 @@ from aflow_tune.scoring.code import (
 from aflow_tune.scoring.rows import HubSource, Row
 from aflow_tune.scoring.types import RIGHT, RULES, CannotScore, Rule, Score, wrong
 
-Scorer = Callable[[str, Row], Score]
-"""From an answer and its row to a score; may raise, which counts as unscored."""
-CODE_LIMITS = Limits(seconds=15.0)
-"""All tests of a program together, as the field allows."""
+Scorer = Callable[[str, Row], Score]  # of an answer to a row; what it raises is unscored
+CODE_LIMITS = Limits(seconds=15.0)  # of all tests of a program together, as the field has it
 PUBLISHED_HELPERS = ("decode_cyclic", "decode_shift", "find_zero")
 """Entry points to which the published rule gives what their prompt defines beside them."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark. Rows are dicts in the form of `rows.py` and have all of `fields`.
+    """One benchmark, whose rows have all of `fields`.
 
     Args:
         question: what a workflow is asked.
         gold: an answer that must score 1. Raises CannotScore where the row has none.
-        scorers: None for benchmarks of code, whose answers are programs that run.
-        answer_form: what a model is told about the form of an answer: a comment for code, empty
-            where the questions say it.
+        scorers: None for benchmarks of code, whose answers are programs.
+        answer_form: what a model is told about the form of an answer; empty where questions say it.
         form: a regular expression that is found in an answer of that form.
     """
 
@@ -65,8 +62,8 @@ class Benchmark:
         return self.scorers is None
 
     def load(self, source: Path | str | None = None, split: str | None = None) -> list[dict]:
-        """Rows of a local file, or of the hub where `source` is None. Raises BadInput: the file or
-        data set cannot be used; every faulty row with its line."""
+        """Rows of a local file, or of the hub where `source` is None. BadInput: the file or data
+        set cannot be used; every faulty row with its line."""
         if source is not None:
             return rows.read_jsonl(Path(source), self.fields)
         if self.hub is None:
@@ -102,8 +99,7 @@ async def score_both(
 
 
 def find(benchmark: Benchmark | str) -> Benchmark:
-    """The benchmark of a name, `reasoning_gym:TASK` among them. Raises BadInput: there is none of
-    that name."""
+    """The benchmark of a name, `reasoning_gym:TASK` too. BadInput: there is none of that name."""
     if isinstance(benchmark, Benchmark):
         return benchmark
     if benchmark.lower() in BENCHMARKS:  # AFlow writes GSM8K and HotpotQA
@@ -182,8 +178,7 @@ def _gym_benchmark(task: str) -> Benchmark:
     )
 
 
-_ANSWER = "Answer:"
-"""What the questions of HotpotQA and DROP end in."""
+_ANSWER = "Answer:"  # what the questions of HotpotQA and DROP end in
 _CODE_ASKED = "# The answer is Python code: the whole function, with imports and helpers, once."
 _CODE_FORM = r"^\s*(?:async\s+)?def\s"
 
@@ -266,8 +261,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 # Many answers at once
 
-CONCURRENCY = 4
-"""Answers that are scored at the same time; each program is two processes."""
+CONCURRENCY = 4  # answers that are scored at the same time
 
 
 @dataclass(frozen=True)
@@ -304,8 +298,7 @@ async def score_all(
     *,
     policy: str = "auto",
 ) -> Scores:
-    """Score `answers`, one a row; None: each row's own gold answer, all 1.0 unless the data is
-    faulty. Raises SandboxUnavailable."""
+    """Score `answers`, one a row; None: each row's gold answer. Raises SandboxUnavailable."""
     gate = asyncio.Semaphore(CONCURRENCY)
 
     async def one(row: Row, answer: str | None) -> dict[Rule, Score]:
@@ -324,8 +317,7 @@ async def score_all(
 
 
 def read_answers(path: Path, count: int) -> list[str]:
-    """The texts of a file with one `{"answer": TEXT}` a line. Raises BadInput: a line is something
-    else, or there are not `count` of them."""
+    """The texts of `count` lines `{"answer": TEXT}`. BadInput: the file has something else."""
     lines = rows.read_jsonl(path, {"answer": str})
     if len(lines) != count:
         title, fix = f"{path} does not fit the rows", "give one answer a row, in their order"

@@ -27,10 +27,8 @@ from typing import Any
 
 from aflow_tune.sandbox import Channel, Ending, Limits, ProgramEnded, open_channel
 
-MESSAGE_KB = 8192
-"""What one call's arguments or result may take as JSON, at least."""
-GRACE_SECONDS = 2.0
-"""The tests may go on for so much longer than the solution, to say why it failed."""
+MESSAGE_KB = 8192  # that a call's arguments or result may take as JSON, at least
+GRACE_SECONDS = 2.0  # for the tests to say why the solution's process ended
 
 
 @dataclass(frozen=True)
@@ -91,15 +89,13 @@ async def check_code(
     """Run `tests` against the function `entry_point` of the program `solution`.
 
     Args:
-        tests: a program, or its pieces such as asserts. It may define `check`, which is called
-            with the function if it takes an argument; or it asserts on `candidate` or on the
-            function by its name.
+        tests: a program, or its pieces such as asserts, on `candidate` or the function by its name.
+            It may define `check`, which is called with the function if it takes an argument.
         helpers: a program that both sides have, such as what a prompt defines.
         limits: of each process; the time is for all tests together.
         policy: as `run_program` takes it.
 
-    Raises:
-        SandboxUnavailable: nothing was run.
+    Raises SandboxUnavailable: nothing was run.
     """
     text = tests if isinstance(tests, str) else "\n".join(tests)
     given: dict[str, Any] = {"helpers": helpers, "limits": limits, "policy": policy}
@@ -142,8 +138,7 @@ async def _converse(graded: Channel, grader: Channel, entry_point: str) -> CodeV
         if message is None:
             return _ended(grader, "the tests ended without a verdict", apart=True)
         if isinstance(message, dict):
-            verdict = message["verdict"]
-            return CodeVerdict(verdict["passed"], verdict["reason"])
+            return CodeVerdict(*message["verdict"])
         with contextlib.suppress(ProgramEnded):
             await graded.send(message)
         reply = await graded.receive()
@@ -152,7 +147,7 @@ async def _converse(graded: Channel, grader: Channel, entry_point: str) -> CodeV
 
 
 def _ended(channel: Channel, what: str, *, apart: bool = False) -> CodeVerdict:
-    """Its process has ended. What passed together may need more apart: that is no fault."""
+    """Of a process that ended. What passed together may need more apart: that is no fault."""
     execution = channel.execution()
     if execution.ending is Ending.FINISHED:
         return CodeVerdict(False, what)
@@ -162,8 +157,7 @@ def _ended(channel: Channel, what: str, *, apart: bool = False) -> CodeVerdict:
 
 @functools.cache
 def _program(role: str) -> str:
-    """The top of the file and the part of one role: a solution can read its own frames, and is not
-    to find the grader there."""
+    """The top of the file and one role's part: no solution finds the grader in its frames."""
     text = Path(__file__).with_name("_graded.py").read_text(encoding="utf-8")
     top, *parts = text.split("\n# role: ")
     (own,) = (part for part in parts if part.startswith(f"{role}\n"))
@@ -173,10 +167,8 @@ def _program(role: str) -> str:
 # The program in an answer
 
 MAX_CHARACTERS = 100_000
-MAX_SEARCH_LINES = 400
-"""Lines in which the published rule searches, where the whole answer is not Python."""
-MAX_PARSED_LINES = 200_000
-"""Lines that the search may parse, repeats counted: some seconds at most."""
+MAX_SEARCH_LINES = 400  # in which the published rule looks for a program
+MAX_PARSED_LINES = 200_000  # by that search, repeats counted: some seconds at most
 _FENCED = re.compile(
     r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL
 )
@@ -188,8 +180,8 @@ class NoProgram(ValueError):
 
 
 def published_program(answer: str, entry_point: str) -> str:
-    """The program that the published rule runs; it may lack the entry point. Raises NoProgram: the
-    answer is too long to be searched through."""
+    """The program that the published rule runs; it may lack the entry point. NoProgram: the answer
+    is too long to be searched through."""
     code = _longest_run(answer)
     try:
         return _reachable(_parse(code), entry_point)
@@ -198,8 +190,8 @@ def published_program(answer: str, entry_point: str) -> str:
 
 
 def strict_program(answer: str, entry_point: str) -> str:
-    """The one program of the answer. Raises NoProgram: nothing in it is Python with the entry
-    point, or several different programs."""
+    """The one program of the answer. NoProgram: nothing in it is Python with the entry point, or
+    several different programs."""
     if len(answer) > MAX_CHARACTERS:
         raise NoProgram(f"longer than {MAX_CHARACTERS:,} characters")
     if _fault(answer) is None:
@@ -218,8 +210,7 @@ def strict_program(answer: str, entry_point: str) -> str:
 
 
 def helpers_of(prompt: str, entry_point: str) -> str:
-    """What a prompt defines beside the entry point: its imports and other functions. Empty where
-    the prompt is not Python, as a task in words."""
+    """What a prompt defines beside the entry point; empty where it is not Python."""
     if _fault(prompt) is not None:
         return ""
     kept = [node for node in _parse(prompt).body if getattr(node, "name", "") != entry_point]

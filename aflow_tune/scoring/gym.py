@@ -20,8 +20,7 @@ from aflow_tune.scoring.types import Score
 PREFIX = "reasoning_gym:"
 CPU_SECONDS = 10
 """Processor time for one verification."""
-_GRID_TASKS = {"arc_agi", "rearc"}
-"""Their verifiers compare grids as tuples, which JSON does not have."""
+_GRID_TASKS = {"arc_agi", "rearc"}  # they compare grids as tuples, which JSON does not have
 _CHILD = AskedProcess("aflow_tune.scoring.gym", "reasoning-gym", CPU_SECONDS)
 
 
@@ -34,7 +33,7 @@ def require_task(name: str) -> None:
         raise BadInput.of(title, where, "the package reasoning-gym", "none", fix)
     if name not in task_names():
         close = difflib.get_close_matches(name, task_names(), n=3)
-        fix = f"name one of its {len(task_names())} tasks" + (f": {', '.join(close)}" * bool(close))
+        fix = f"use {', '.join(close) or 'one of reasoning_gym.factory.DATASETS'}"
         title = "An unknown reasoning-gym task"
         raise BadInput.of(title, where, "a task of reasoning-gym", repr(name), fix)
 

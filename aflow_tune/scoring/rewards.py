@@ -115,7 +115,6 @@ def text_of(response: Any) -> str:
 N = TypeVar("N", int, float)
 
 NGRAM = 4
-"""Words that stand together when repetition is looked for."""
 
 
 @dataclass(frozen=True)
@@ -162,14 +161,13 @@ def five_part(
     form: str = r"\S",
 ) -> FivePart:
     """The reward of an answer: 0 of the weighted sum is `lowest`, 1 is `highest`; with the defaults
-    20 * sum - 10.
+    20 * sum - 10. The parts, with left(x) = max(0, 1 - x / limit):
 
     - correctness: `score`, held within [0, 1].
-    - efficiency: 1 at no cost, in a line to 0 at the limit: of money, else of tokens, else None.
-    - simplicity: the mean of two such lines, of the time and of the number of operator calls.
+    - efficiency: left(money), else left(tokens), else None.
+    - simplicity: the mean of left(time) and left(number of operator calls).
     - format: 1 if the regular expression `form` is found in the answer, else 0.
-    - repetition: the share of the answer's runs of four words, compared without case, that do not
-      repeat one before; 1 for an answer of fewer words.
+    - repetition: the share of runs of four words, without case, that do not repeat one before.
     """
     chosen = settings or FivePartSection()
     words = answer.lower().split()
@@ -200,16 +198,14 @@ def total(values: Sequence[N | None]) -> N | None:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call; its arguments as far as they are known."""
-
     name: str
     arguments: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentRun:
-    """What an agent did for one task: how far it was completed, in [0, 1]; its tool calls; `steps`,
-    the model's answers, those without a tool call included; how many could not be read."""
+    """What an agent did for one task: `completion` in [0, 1]; `steps`: the model's answers, those
+    without a tool call included; `format_errors`: those that could not be read."""
 
     completion: float
     calls: Sequence[ToolCall] = ()
@@ -238,11 +234,8 @@ def agent_reward(
     optimal_steps: int | None = None,
     settings: AgentRewardSection | None = None,
 ) -> AgentReward:
-    """The reward of a run whose task wants the tools `wanted` (none: an empty list).
-
-    A penalty counts once for each wrong tool call, redundant call and format error, and once
-    for a time-out. The sum is not below `settings.lowest`.
-    """
+    """The reward of a run whose task wants the tools `wanted`: weighted parts, less a penalty for
+    each wrong tool call, redundant call and format error, and for a time-out, at least `lowest`."""
     chosen = settings or AgentRewardSection()
     called = [call.name for call in run.calls]
     parts = {
@@ -288,10 +281,8 @@ def timing(called: Sequence[str], wanted: Sequence[str]) -> float:
 
 
 def redundant_calls(calls: Sequence[ToolCall], wanted: Sequence[str]) -> list[str]:
-    """Calls of wanted tools that repeat one before, name and arguments, in order.
-
-    A tool that `wanted` names several times may be called as often.
-    """
+    """Calls of wanted tools that repeat one before, name and arguments, more often than `wanted`
+    names the tool."""
     allowed, seen = Counter(wanted), Counter[str]()
     repeats = []
     for call in calls:
