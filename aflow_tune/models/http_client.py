@@ -50,10 +50,8 @@ from aflow_tune.sections import ModelSettings
 
 T = TypeVar("T")
 
-LONGEST_BACKOFF = 30.0
-"""Seconds between two attempts, unless the server asks for more."""
-MOST_TOKENS = 10**9
-"""A reply that claims to have used more is not believed: no model has such a context."""
+LONGEST_BACKOFF = 30.0  # seconds between two attempts, unless the server asks for more
+MOST_TOKENS = 10**9  # a reply that claims to have used more is not believed
 
 
 @dataclass(frozen=True)
@@ -99,22 +97,19 @@ class HttpClient(BaseClient):
     async def list_models(self, seconds: float) -> Listing:
         """Ask once, for at most `seconds`, which models there are: proves address and key, free of
         charge. A compatible server may have no such list; then nothing is known."""
-        once: Any = {"cast_to": httpx2.Response, "options": {"max_retries": 0}}
 
         async def ask() -> Listing:
+            once: Any = {"cast_to": httpx2.Response, "options": {"max_retries": 0}}
             async with self._slot() as sdk:
                 try:
                     async with asyncio.timeout(seconds):
                         response = await sdk.get(self.models_path, **once)
                     rows = json.loads(response.content)["data"]
                     return Listing("granted", frozenset(str(row["id"]) for row in rows))
-                except (LookupError, TypeError):
-                    return Listing("unknown", reason="its list of models cannot be read")
                 except Exception as error:
-                    kind, told = failure_of(error) or (ModelFailure.REFUSED, "it cannot be asked")
+                    unread = ModelFailure.BAD_REPLY, "it offers no list of models"
+                    kind, told = failure_of(error) or unread
                     status = getattr(error, "status_code", None)
-                    if status in (404, 405, 501):
-                        return Listing("unknown", reason="it offers no list of models")
                     access = "refused" if status in (401, 403) else "unknown"
                     if status is None and kind in (ModelFailure.CONNECTION, ModelFailure.TIMED_OUT):
                         access = "unreachable"

@@ -42,8 +42,7 @@ from aflow_tune.models.types import ModelError, Usage
 from aflow_tune.sections import BudgetSection
 from aflow_tune.trace import ModelCall, note
 
-PICO = 10**12
-"""Picodollars in a dollar: money is counted in whole ones, so sums do not depend on their order."""
+PICO = 10**12  # picodollars in a dollar: sums of whole ones do not depend on their order
 _BUSY_SECONDS = 60.0
 _LONGEST_PAUSE = 0.1
 _SCHEMA = """
@@ -73,7 +72,7 @@ def check_budget(limits: BudgetSection) -> list[Fault]:
 
 @dataclass(frozen=True)
 class Spent:
-    """Sums over all processes. `estimated_tokens` stand for replies that told no usage."""
+    """Sums over all processes. `estimated_tokens`: of replies that told no usage."""
 
     calls: int = 0
     replies: int = 0
@@ -101,8 +100,7 @@ class Spend:
     """Limits, and the file that calls are held against. Survives a fork.
 
     Args:
-        limits: the section `budget`, `wall_seconds` aside. None: no limit. BadInput: one is
-            negative or not finite.
+        limits: the section `budget`, `wall_seconds` aside. BadInput: one is negative or not finite.
         path: the file, made where it is missing. None: this process's memory.
         prices: by role, for clients that know none, such as the model being tuned.
     """
@@ -253,8 +251,7 @@ class Call:
         self._within = contextlib.ExitStack()
 
     async def __aenter__(self) -> Call:
-        """Raises BudgetReached where it may not start, BadInput where money is limited and the
-        price not known."""
+        """BudgetReached: it may not start. BadInput: money is limited and the price not known."""
         if self.spend.limited:
             await self._reserve()
         self._started = time.monotonic()

@@ -66,10 +66,8 @@ class Reply:
 
 
 class ModelClient(Protocol):
-    """Whatever answers chat messages: the policy, a frozen executor, a judge, a script.
-
-    `role` is 'policy', 'executor', 'judge' or a name of the user's: usage is counted by it.
-    """
+    """Whatever answers chat messages. `role` is 'policy', 'executor', 'judge' or a name of the
+    user's: usage is counted by it."""
 
     role: str
     model: str

@@ -123,14 +123,11 @@ def _file_of(name: object) -> tuple[str | None, str]:
         return None, "no plain name"
     if name in sys.stdlib_module_names:
         return None, "of the standard library, which is there already"
-    try:
+    spec = None
+    with contextlib.suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        return None, "not installed"
-    if spec.origin is None or not os.path.isfile(spec.origin):
-        return None, "a folder without __init__.py"
+    if spec is None or spec.origin is None or not os.path.isfile(spec.origin):
+        return None, "not installed, or a folder without __init__.py"
     return os.path.realpath(spec.origin), ""
 
 

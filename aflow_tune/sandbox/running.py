@@ -224,31 +224,20 @@ async def run_program(
     return execution
 
 
-def run_program_sync(
-    source: str,
-    *,
-    stdin: str = "",
-    limits: Limits = Limits(),  # noqa: B008
-    policy: str = "auto",
-    files: Mapping[str, str] = {},
-) -> Execution:
+def run_program_sync(source: str, **options: Any) -> Execution:
     """`run_program` for code without an event loop; it may also be called inside one."""
-    job, policy = checked_job(source, stdin, limits, files, channel=False), meant(policy)
-    started, home = time.monotonic(), engine()
-    future = home.submit(_run(home, job, policy))
+    future = engine().submit(run_program(source, **options))
     try:
-        execution = future.result()
+        return future.result()
     except BaseException:
         future.cancel()
         raise
-    note_run(execution, started)
-    return execution
 
 
 def detect(policy: str = "auto") -> Detection:
     """The backend that this process uses, proved by starting a sandbox; remembered."""
-    home, policy = engine(), meant(policy)
-    return home.submit(home.detect(parts(policy)[0])).result()
+    home = engine()
+    return home.submit(home.detect(parts(meant(policy))[0])).result()
 
 
 async def _run(home: Engine, job: Job, policy: str) -> Execution:
@@ -322,11 +311,11 @@ def checked_job(
 
 
 class ProgramEnded(AflowTuneError, BrokenPipeError):
-    """A message was sent to a program that has ended; `receive` and `execution` say how."""
+    """A message was sent to a program that has ended."""
 
 
 class Channel:
-    """Our end. One for each program; `send` and `receive` may be awaited at the same time."""
+    """Our end; `send` and `receive` may be awaited at the same time."""
 
     def __init__(self, sandbox: Sandbox, running: asyncio.Future[Execution], bound: int) -> None:
         self._sandbox, self._socket = sandbox, sandbox.channel

@@ -1,12 +1,10 @@
 """The system-call filter that both backends load: a small exact assembler for classic BPF.
 
-It allows by default and refuses what a program has no use for and an attack has: other processes'
-memory, namespaces and mounts, sockets, keys, kernel interfaces with a history, memory that no limit
-counts, and every call that is newer than this table. A refused call fails with EPERM, one that is
-made to look absent with ENOSYS; another architecture's calls kill the process.
-
-bubblewrap loads it by its `--seccomp`, Landlock in `_confine.py`. Instructions and their encoding
-are those of linux/filter.h and Documentation/userspace-api/seccomp_filter.rst.
+It allows by default and refuses what attacks need and programs do not: other processes' memory,
+namespaces, mounts, sockets, keys, kernel interfaces with a history, memory that no limit counts,
+and every call that is newer than this table. A refused call fails with EPERM, one that looks absent
+with ENOSYS; another architecture's calls kill the process. Instructions are those of linux/filter.h
+and Documentation/userspace-api/seccomp_filter.rst.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
 """AUDIT_ARCH_* of the machines that the tables below are for."""
 _X32_CALLS = 0x3FFF_FFFF
 _NEWEST = 462
-"""Numbers above are newer than this table (mseal); they are the same on every architecture."""
+"""Numbers above (mseal) are newer than this table, on every architecture."""
 
 _NEW_NAMESPACES = 0x7E02_0000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET. NEWTIME is unshare's alone."""
@@ -153,8 +151,8 @@ EXAMINED: dict[str, tuple[tuple[int, int], list[Test]]] = {
     # Landlock only: an undumpable process hides from its supervisor what it holds open.
     "prctl": ((157, 167), [(0, _JUMP_EQUAL, _PR_SET_DUMPABLE, True)]),
 }
-"""Allowed or refused by their arguments. Their low halves are enough: the kernel takes each as an
-int, except prlimit's and clone's, where a high half changes nothing that matters here."""
+"""By their arguments, whose low halves are enough: the kernel takes each as an int, except
+prlimit's and clone's, where a high half changes nothing that matters here."""
 
 
 def supported() -> bool:
@@ -163,8 +161,8 @@ def supported() -> bool:
 
 
 def filter_program(*, landlock: bool = False, refuse_signals: bool = False) -> bytes:
-    """The filter for this machine (`supported`), as `struct sock_filter[]`: with what is needed
-    beside Landlock; without signals to any process, not even to itself."""
+    """The filter for this machine, as `struct sock_filter[]`: with what is needed beside Landlock;
+    without signals, not even to itself."""
     code = _instructions(platform.machine(), landlock, refuse_signals)
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
 

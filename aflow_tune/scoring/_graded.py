@@ -276,10 +276,6 @@ OPERATIONS: dict = {
 }
 
 
-class EqualsAnything(BaseException):
-    """A result that claims to equal what it has never seen."""
-
-
 def keep(value: Any) -> tuple:
     number = numbers.setdefault(id(value), len(kept))
     if number == len(kept):
@@ -311,7 +307,7 @@ def answer(operation: str, number: int, message: list) -> dict:
     for odd in crossing.odd:
         with contextlib.suppress(Exception):
             if odd == object():
-                raise EqualsAnything(f"a {type(value).__name__}")
+                raise SystemExit(f"a {type(value).__name__} that equals anything")
     return {"result": result, "raised": names, "odd": bool(crossing.odd)}
 
 

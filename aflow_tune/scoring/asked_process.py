@@ -117,7 +117,7 @@ _NODES = (
     *(ast.Dict, ast.Subscript, ast.Slice, ast.IfExp),
     *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop),
 )
-# What SymPy's tokenizer itself writes with a text in it.
+# SymPy's tokenizer itself writes these with a text in them.
 _TAKE_TEXT = {"Symbol", "Function", "Float", "Integer", "Rational"}
 # Names that read texts as code, write files or start programs.
 _REFUSED = {
@@ -167,8 +167,7 @@ def guard_sympy() -> None:
 
 
 def evaluate_literal(text: str, *_: Any) -> Any:
-    """In the place of `eval`: literals, and arithmetic of numbers. Raises Refused: the text is more
-    than that."""
+    """In the place of `eval`: literals, and arithmetic of numbers. Refused: anything else."""
     tree = ast.parse(text.strip(), mode="eval")
     for node in ast.walk(tree):
         if not isinstance(node, _NODES) or isinstance(node, (ast.Call, ast.Name)):

@@ -56,11 +56,6 @@ class Benchmark:
     answer_form: str = ""
     form: str = r"\S"
 
-    @property
-    def is_code(self) -> bool:
-        """Whether answers are programs."""
-        return self.scorers is None
-
     def load(self, source: Path | str | None = None, split: str | None = None) -> list[dict]:
         """Rows of a local file, or of the hub where `source` is None. BadInput: the file or data
         set cannot be used; every faulty row with its line."""
