@@ -74,23 +74,14 @@ class _Adapter(BaseClient):
         raise failure
 
 
-_NAMES: dict[str, dict[str, str]] = {
-    "OpenAIChatModel": {},
-    "DashScopeChatModel": {},
-    "AnthropicChatModel": {"stop": "stop_sequences"},
-    "GeminiChatModel": {"max_tokens": "max_output_tokens", "stop": "stop_sequences"},
-}
-"""What a class calls our arguments."""
-
-
 class AgentScopeClient(_Adapter):
     """A `ModelClient` over an AgentScope chat model."""
 
     def __init__(self, model: Any, role: str = "policy", price: Price | None = None) -> None:
         super().__init__(role, str(getattr(model, "model_name", type(model).__name__)), price)
         self.inner = model
-        kinds = [kind.__name__ for kind in type(model).__mro__]
-        self._kind = next((name for name in kinds if name in _NAMES), kinds[0])
+        kinds = {kind.__name__ for kind in type(model).__mro__}
+        self._takes = kinds & {"OpenAIChatModel", "DashScopeChatModel"}
         key = getattr(getattr(model, "client", None), "api_key", "")
         self.key = key if isinstance(key, str) and len(key) > 6 else ""
 
@@ -114,18 +105,16 @@ class AgentScopeClient(_Adapter):
             return Reply(text=text, model=self.model, finish_reason=reason, tool_calls=calls)
 
     def _options(self, ask: Ask, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the call; only those that were asked for. Raises BadInput: this class of
-        AgentScope's cannot pass one of them on."""
-        if ask.seed is not None and self._kind != "AnthropicChatModel":  # which has no seed
-            given = {**given, "seed": ask.seed}
-        names = _NAMES.get(self._kind, {})
-        if given and self._kind not in _NAMES:
-            told = "arguments that this class takes", "sampling arguments"
-            title, where = "This model cannot be asked so.", f"{self._kind}: {', '.join(given)}"
+        """The arguments that were asked for. BadInput: this class may not take them."""
+        if given and not self._takes:
+            title, where = "This model cannot be asked so.", type(self.inner).__name__
+            told = "a class that takes OpenAI's arguments", ", ".join(given)
             raise BadInput.of(title, where, *told, "set them when the model is built")
-        options: dict[str, Any] = {names.get(name, name): value for name, value in given.items()}
+        options = dict(given)
+        if ask.seed is not None and self._takes:
+            options["seed"] = ask.seed
         tools = [dict(tool) for tool in ask.tools]
-        if ask.schema is not None and self._kind == "OpenAIChatModel":
+        if ask.schema is not None and "OpenAIChatModel" in self._takes:
             options["response_format"] = response_format(ask.schema)
         elif ask.schema is not None:
             tools.append(answer_tool(ask.schema))

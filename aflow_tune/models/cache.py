@@ -45,7 +45,7 @@ class ResponseCache:
 
 @dataclass
 class CacheUse:
-    """The cache within one sample of one item: it knows what was asked there before."""
+    """The cache within one sample, which knows what was asked there before."""
 
     folder: Path
     sample: str
@@ -94,7 +94,6 @@ _current: ContextVar[CacheUse | None] = ContextVar("aflow_tune_response_cache", 
 
 
 def current_cache() -> CacheUse | None:
-    """The cache in force here, or None."""
     return _current.get()
 
 

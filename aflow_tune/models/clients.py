@@ -30,8 +30,7 @@ _clients: ContextVar[Mapping[str, ModelClient]] = ContextVar("aflow_tune_clients
 
 
 def make_client(settings: ModelSettings, role: str = "executor") -> HttpClient:
-    """The client that the settings describe. Raises BadInput: the settings are wrong, or the key is
-    not in the environment."""
+    """The client that the settings describe. BadInput: they are wrong, or the key is not set."""
     from aflow_tune.models.http_client import AnthropicClient, HttpClient
 
     kind = AnthropicClient if settings.provider == "anthropic" else HttpClient
@@ -46,8 +45,7 @@ def use_clients(clients: Mapping[str, ModelClient]) -> Iterator[None]:
 
 
 def client_for(role: str) -> ModelClient:
-    """The model that the configuration names `role` under `models:`. Raises BadInput: there is none
-    of that name here."""
+    """The model that the configuration names `role` under `models:`. BadInput: there is none."""
     clients = _clients.get({})
     if role not in clients:
         title, where = "A workflow asked for a model that is not configured.", f"models.{role}"

@@ -42,8 +42,8 @@ def check_models(models: Mapping[str, ModelSettings]) -> list[Fault]:
 
 
 def credentials(settings: ModelSettings, role: str) -> tuple[str | None, dict[str, str]]:
-    """The key (None where none is to be sent) and the extra headers, from the environment. Raises
-    BadInput: the settings are wrong, or a variable is not set."""
+    """The key, if one is to be sent, and the extra headers, from the environment. BadInput: the
+    settings are wrong, or a variable is not set."""
     if faults := _faults(settings, f"models.{role}"):
         raise BadInput(f"The model for `{role}` cannot be used.", faults)
     variable = key_variable(settings)

@@ -85,7 +85,6 @@ class Spent:
 
     @property
     def usd(self) -> float:
-        """US dollars, over the replies whose price is known."""
         return self.pico / PICO
 
     @property
@@ -123,8 +122,7 @@ class Spend:
     @property
     def limited(self) -> bool:
         """Whether there is a limit on money, tokens or calls."""
-        limits = (self.limits.usd, self.limits.tokens, self.limits.calls)
-        return any(most is not None for most in limits)
+        return (self.limits.usd, self.limits.tokens, self.limits.calls) != (None, None, None)
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[Spend]:
@@ -234,7 +232,7 @@ class Call:
     price: Price | None
     """None: that of the role, if it has one; else unknown."""
     prompt_tokens: Callable[[], int]
-    """Gives the most that the prompt may have; asked under a limit only."""
+    """The most that the prompt may have; asked under a limit only."""
     max_tokens: int | None
     """Of the answer. None: there is no bound."""
     usage: Usage | None = field(default=None, init=False)
@@ -346,7 +344,6 @@ _in_call: ContextVar[bool] = ContextVar("aflow_tune_in_call", default=False)
 
 
 def current_spend() -> Spend:
-    """What is in force here; without limits where nothing was activated."""
     return _current.get()
 
 

@@ -99,8 +99,6 @@ _NAMESPACES = ("user", "pid", "net", "mnt", "ipc", "uts")
 
 @dataclass
 class _Output:
-    """What came out of one stream, up to its limit."""
-
     descriptor: int
     limit: int
     data: bytearray = field(default_factory=bytearray)
@@ -258,7 +256,7 @@ class Sandbox:
         self._exited.set()
 
     def stop(self, limit: str) -> None:
-        """End the program because it passed this limit; '': for another reason."""
+        """End the program for passing this limit; '': for another reason."""
         if self._killed_for is None:
             self._killed_for = limit
             self._kill()

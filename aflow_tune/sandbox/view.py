@@ -35,21 +35,17 @@ _PACKAGES = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True)
 class SystemPaths:
-    """Paths of this machine. All exist."""
+    """Paths of this machine; all exist."""
 
-    python: str
-    """The base interpreter's executable, with links resolved."""
-    trees: tuple[str, ...]
-    """Readable files and folders, none inside another."""
-    links: tuple[tuple[str, str], ...]
-    """Symbolic links of a merged /usr: path, target as written."""
-    packages: tuple[str, ...]
-    """Folders of installed packages inside `trees`, to be hidden."""
+    python: str  # the base interpreter's executable, with links resolved
+    trees: tuple[str, ...]  # readable files and folders, none inside another
+    links: tuple[tuple[str, str], ...]  # of a merged /usr: path, target as written
+    packages: tuple[str, ...]  # folders of installed packages inside `trees`, to be hidden
 
 
 @functools.cache
 def system_paths() -> SystemPaths:
-    """Look once; a process keeps its interpreter."""
+    """Of the interpreter that runs us."""
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     trees = [path for path in (*_SYSTEM, *_DATA) if os.path.exists(path)]
     links = []
@@ -78,7 +74,7 @@ def _closed_above(path: str) -> str | None:
 
 
 def _hidden(folders: Sequence[str]) -> list[str]:
-    """The interpreter and these, where a user without rights of its own cannot reach or read it."""
+    """Those of the interpreter and these that an unprivileged user cannot reach or read."""
     return [
         path
         for path in (system_paths().python, *folders)
@@ -92,7 +88,7 @@ _BIND, _MOVE, _REC, _PRIVATE = 4096, 8192, 16384, 1 << 18
 
 
 def needs_staging(folders: Sequence[str] = ()) -> bool:
-    """Whether an unprivileged user could not read the interpreter, or one of these, where it is."""
+    """Whether an unprivileged user could not read the interpreter, or one of these."""
     return os.geteuid() == 0 and bool(_hidden(folders))
 
 

@@ -68,12 +68,7 @@ class Benchmark:
 
 
 async def score_answer(
-    benchmark: Benchmark | str,
-    row: Row,
-    answer: str,
-    rule: Rule = "strict",
-    *,
-    policy: str = "auto",
+    benchmark: Benchmark | str, row: Row, answer: str, rule: Rule = "strict", policy: str = "auto"
 ) -> Score:
     """The score of one answer by one rule. Raises as `score_both`."""
     return await _score(_checked(benchmark, row), row, answer, rule, policy)
@@ -82,12 +77,8 @@ async def score_answer(
 async def score_both(
     benchmark: Benchmark | str, row: Row, answer: str, *, policy: str = "auto"
 ) -> dict[Rule, Score]:
-    """The score of one answer by each rule.
-
-    Raises:
-        BadInput: no benchmark has that name, or the row lacks its fields.
-        SandboxUnavailable: the answer is code and nothing here may run it.
-    """
+    """The score of one answer by each rule. Raises BadInput: no benchmark has that name, or the
+    row lacks its fields; SandboxUnavailable: the answer is code and nothing here may run it."""
     chosen = _checked(benchmark, row)
     given = [_score(chosen, row, answer, rule, policy) for rule in RULES]
     return dict(zip(RULES, await asyncio.gather(*given), strict=True))

@@ -30,22 +30,17 @@ from aflow_tune.scoring.numbers import boxed_answers, shallow_boxed
 from aflow_tune.scoring.types import RIGHT, CannotScore, Score, wrong
 
 Reading = str | tuple[Any, ...]
-VERIFY_SECONDS = 3
-"""Processor time for one question to math-verify."""
+VERIFY_SECONDS = 3  # processor time for one question to math-verify
 _VERIFY = AskedProcess("aflow_tune.scoring.mathematics", "math-verify", VERIFY_SECONDS, "strict")
-MAX_ANSWER_CHARACTERS = 400
-"""What is longer is no final answer."""
-MAX_BOXES = 20
-"""More boxes that differ as texts are several answers, whatever they are worth."""
+MAX_ANSWER_CHARACTERS = 400  # what is longer is no final answer
+MAX_BOXES = 20  # more that differ as texts are several answers
 _SENTENCE_END = re.compile(r"(?<!\d)[.!?]\s+")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
-_OPEN = (
-    (
-        re.compile(r"\b(?:or|either)\b|\\(?:lor|vee)\b|[|]{1,2}(?=\s*[\d\\])", re.IGNORECASE),
-        "a choice of candidates",
-    ),
-    (re.compile(r"\\(?:pm|mp)(?![a-zA-Z])"), "two signs"),
-)
+_CHOICE = r"\b(?:or|either)\b|\\(?:lor|vee)\b|[|]{1,2}(?=\s*[\d\\])"
+_OPEN = {
+    "a choice of candidates": re.compile(_CHOICE, re.IGNORECASE),
+    "two signs": re.compile(r"\\(?:pm|mp)(?![a-zA-Z])"),
+}
 _RELATION = re.compile(
     r"=|[<>≤≥≈≠]|\\(?:n?eq(?:uiv)?|approx|sim(?:eq)?|cong|leq?|geq?|ne|lt|gt|in|to|iff)(?![a-zA-Z])"
     r"|\\(?:Right|right|Long)\w*arrow"
@@ -66,8 +61,7 @@ def final_answer(text: str) -> str:
 
 
 def score_published(answer: str, solution: str) -> Score:
-    """1 if the final answers are equal by the published rule. Raises Undecided: the comparison took
-    too long."""
+    """1 if the final answers are equal. Raises Undecided: the comparison took too long."""
     given, expected = final_answer(answer), final_answer(solution)
     if published_equal(given, expected):
         return RIGHT
@@ -110,10 +104,10 @@ def _fault(answer: str, truth: str) -> str:
 
 
 def _open_choice(answer: str, given: Reading, truth: str, expected: Reading) -> str:
-    """In which way the answer leaves open what the reference does not; empty if it does not."""
+    """How the answer leaves open what the reference does not; empty if it does not."""
     answer, truth = (_TEXT.sub(r" \1 ", text) for text in (answer, truth))
     if not _is_several(expected):
-        for pattern, reason in _OPEN:
+        for reason, pattern in _OPEN.items():
             if pattern.search(answer) and not pattern.search(truth):
                 return reason
         named = (kind_of(given), kind_of(expected)) == ("assigned", "()")  # x=1, y=2 for (1,2)
@@ -427,7 +421,6 @@ def equal_answers(answer: Reading, truth: Reading) -> bool:
 
 
 def kind_of(reading: Reading) -> str:
-    """What a reading is; empty for one value."""
     return "" if isinstance(reading, str) else reading[0]
 
 
@@ -491,15 +484,13 @@ def _serve_strict() -> None:
 
 
 TOLERANCE = 1e-3
-SYMPY_SECONDS = 10
-"""Processor time for one comparison; the public rule has no limit."""
+SYMPY_SECONDS = 10  # processor time for one comparison; the public rule has no limit
 _SYMPY = AskedProcess("aflow_tune.scoring.mathematics", "SymPy", SYMPY_SECONDS, "published")
 
 
 @functools.lru_cache(maxsize=4096)
 def published_equal(answer: str, truth: str) -> bool:
-    """Whether `answer` equals `truth` by the published rule. Raises Undecided: the comparison took
-    more than `SYMPY_SECONDS`, or too much memory."""
+    """Whether `answer` equals `truth`. Undecided: more than `SYMPY_SECONDS` or too much memory."""
     if answer == truth:
         return True
     given, expected = as_number(answer), as_number(truth)

@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from aflow_tune.context import current_rollout
@@ -202,63 +202,47 @@ class ToolCall:
     arguments: Any = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgentRun:
-    """What an agent did for one task: `completion` in [0, 1]; `steps`: the model's answers, those
-    without a tool call included; `format_errors`: those that could not be read."""
-
-    completion: float
-    calls: Sequence[ToolCall] = ()
-    steps: int = 0
-    format_errors: int = 0
-    timed_out: bool = False
-
-
-@dataclass(frozen=True)
-class AgentReward:
-    """The reward, its parts in [0, 1], and what was taken off."""
-
-    reward: float
-    parts: Mapping[str, float]
-    penalties: Mapping[str, float] = field(default_factory=dict)
-    """By name, as numbers of 0 or less."""
-
-    def metrics(self) -> dict[str, float]:
-        """Each part and each penalty under `agent/NAME`."""
-        return {f"agent/{n}": v for n, v in (*self.parts.items(), *self.penalties.items())}
-
-
 def agent_reward(
-    run: AgentRun,
+    completion: float,
+    calls: Sequence[ToolCall],
     wanted: Sequence[str],
+    *,
+    steps: int = 0,
+    format_errors: int = 0,
+    timed_out: bool = False,
     optimal_steps: int | None = None,
     settings: AgentRewardSection | None = None,
-) -> AgentReward:
-    """The reward of a run whose task wants the tools `wanted`: weighted parts, less a penalty for
-    each wrong tool call, redundant call and format error, and for a time-out, at least `lowest`."""
+) -> tuple[float, dict[str, float]]:
+    """The reward of an agent's run, and each part and penalty as the metric `agent/NAME`.
+
+    Weighted parts in [0, 1], less a penalty for each wrong tool call, redundant call and format
+    error, and for a time-out; at least `settings.lowest`.
+
+    Args:
+        completion: how far the task was completed, in [0, 1].
+        wanted: the tools that the task wants.
+        steps: the model's answers, those without a tool call included.
+        format_errors: answers that could not be read.
+    """
     chosen = settings or AgentRewardSection()
-    called = [call.name for call in run.calls]
+    called = [call.name for call in calls]
     parts = {
-        "completion": min(1.0, max(0.0, run.completion)),
+        "completion": min(1.0, max(0.0, completion)),
         "accuracy": tool_accuracy(called, wanted),
-        "efficiency": efficiency(run.steps, optimal_steps or chosen.optimal_steps),
+        "efficiency": efficiency(steps, optimal_steps or chosen.optimal_steps),
         "timing": timing(called, wanted),
-        "format": float(run.format_errors == 0),
+        "format": float(format_errors == 0),
     }
     counts = {
         "wrong_tool": sum(name not in wanted for name in called),
-        "redundant_call": len(redundant_calls(run.calls, wanted)),
-        "format_error": run.format_errors,
-        "time_out": int(run.timed_out),
+        "redundant_call": len(redundant_calls(calls, wanted)),
+        "format_error": format_errors,
+        "time_out": int(timed_out),
     }
-    penalties = {f"penalty_{name}": -getattr(chosen, name) * n for name, n in counts.items()}
+    penalties = {f"penalty_{k}": -getattr(chosen, k) * n or 0.0 for k, n in counts.items()}
     weights = {name: getattr(chosen, name) for name in WEIGHTS["agent"]}
-    total = weighted(parts, weights) + sum(penalties.values())
-    return AgentReward(
-        reward=max(chosen.lowest, total),
-        parts=parts,
-        penalties={name: value or 0.0 for name, value in penalties.items()},
-    )
+    reward = max(chosen.lowest, weighted(parts, weights) + sum(penalties.values()))
+    return reward, {f"agent/{name}": value for name, value in (parts | penalties).items()}
 
 
 def tool_accuracy(called: Sequence[str], wanted: Sequence[str]) -> float:
