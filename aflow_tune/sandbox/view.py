@@ -87,14 +87,13 @@ _RDONLY, _NOSUID, _NODEV, _REMOUNT = 1, 2, 4, 32
 _BIND, _MOVE, _REC, _PRIVATE = 4096, 8192, 16384, 1 << 18
 
 
-def needs_staging(folders: Sequence[str] = ()) -> bool:
-    """Whether an unprivileged user could not read the interpreter, or one of these."""
-    return os.geteuid() == 0 and bool(_hidden(folders))
-
-
-def stage(folders: Sequence[str] = ()) -> int:
-    """Make the view, with these folders beside the interpreter; gives a descriptor of its mount
-    namespace, for `nsenter`. BackendFailed: this root may not mount, or a tool is missing."""
+@functools.cache
+def stage(folders: tuple[str, ...] = ()) -> int | None:
+    """A view in which the program's user reaches the interpreter and these folders, as a descriptor
+    of its mount namespace for `nsenter`; None where it reaches them anyway. BackendFailed: this
+    root may not mount, or a tool is missing."""
+    if os.geteuid() != 0 or not _hidden(folders):
+        return None
     prefix = os.path.realpath(sys.base_prefix)
     hidden = _hidden(folders)
     tops = {_closed_above(path) for path in hidden}

@@ -296,10 +296,7 @@ async def score_all(
             return await score_both(benchmark, row, text, policy=policy)
 
     texts = [None] * len(given) if answers is None else answers
-    async with asyncio.TaskGroup() as group:
-        pairs = zip(given, texts, strict=True)
-        tasks = [group.create_task(one(*pair)) for pair in pairs]
-    return Scores(tuple(task.result() for task in tasks))
+    return Scores(tuple(await asyncio.gather(*map(one, given, texts))))
 
 
 def read_answers(path: Path, count: int) -> list[str]:
