@@ -66,7 +66,7 @@ class BaseClient:
         return reply
 
     def _with_defaults(self, ask: Ask) -> Ask:
-        """The question with what the client's configuration says where it says nothing."""
+        """The question with the client's configuration filled in."""
         return ask
 
     def _endpoint(self) -> Mapping[str, Any] | None:
@@ -78,8 +78,8 @@ class BaseClient:
         return ask.max_tokens
 
     async def _answer(self, ask: Ask, call: Call) -> Reply:
-        """Ask the model inside of `async with call`, and settle that as soon as a reply is there;
-        usage, cost and seconds of the reply are filled in by the caller."""
+        """Ask the model inside of `async with call`, and settle that with the reply, whose usage,
+        cost and seconds the caller fills in."""
         raise NotImplementedError
 
 

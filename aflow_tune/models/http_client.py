@@ -89,7 +89,7 @@ class HttpClient(BaseClient):
         return type(self), (self.settings, self.role)
 
     async def close(self) -> None:
-        """Close the connections. The next call opens new ones."""
+        """Close the connections, which the next call opens again."""
         sdk, self._sdk = self._sdk, None
         if sdk is not None and self._loop is _http_loop():
             await _in_http_loop(sdk.close)
@@ -263,8 +263,7 @@ def _http(seconds: float) -> httpx2.AsyncClient:
         client.seconds = seconds
         return client
     except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
-        # No address was asked: proxies and certificates are those of the environment. What the
-        # error says is not shown, as a proxy's address may hold a password.
+        # What the error says is not shown, as a proxy's address may hold a password.
         title, where = "No model behind an API can be asked.", "SSL_CERT_*, *_PROXY"
         expected = "certificates and proxies that work"
         fix = "unset or correct them; a SOCKS proxy needs: pip install 'httpx2[socks]'"
@@ -278,10 +277,9 @@ def _patient(kind: type[Any], backoff: float) -> type[Any]:
         def _calculate_retry_timeout(
             self, remaining_retries: int, options: Any, response_headers: Any = None
         ) -> float:
+            told = remaining_retries, options, response_headers
             if {"retry-after", "retry-after-ms"} & set(response_headers or ()):
-                return super()._calculate_retry_timeout(
-                    remaining_retries, options, response_headers
-                )
+                return super()._calculate_retry_timeout(*told)
             number = options.get_max_retries(self.max_retries) - remaining_retries
             wait = min(backoff * 2.0 ** min(number, 60), LONGEST_BACKOFF)
             return wait * random.uniform(0.5, 1.0)
@@ -295,28 +293,22 @@ def _retries(request: httpx2.Request | None) -> int:
 
 
 _lock = threading.Lock()
-_shared_loop: asyncio.AbstractEventLoop | None = None
-_owner = 0
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
 
 
 def _http_loop() -> asyncio.AbstractEventLoop:
-    """The loop; started with the first use, and again in a forked child."""
-    global _shared_loop, _owner
+    """The loop of this process; a forked child starts one of its own."""
     with _lock:
-        if _shared_loop is None or _owner != os.getpid():
-            _shared_loop, _owner = asyncio.new_event_loop(), os.getpid()
-            run = _shared_loop.run_forever
-            threading.Thread(target=run, name="model-clients", daemon=True).start()
-        return _shared_loop
+        if (loop := _loops.get(os.getpid())) is None:
+            loop = _loops[os.getpid()] = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="model-clients", daemon=True).start()
+        return loop
 
 
 async def _in_http_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Await `make()` in that loop, in a copy of the caller's context. Cancelling the caller cancels
     it there, which closes its connection."""
-    loop = _http_loop()
-    if asyncio.get_running_loop() is loop:
-        return await make()
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), loop))
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), _http_loop()))
 
 
 def _counts(told: Any, *names: str) -> list[int | None]:

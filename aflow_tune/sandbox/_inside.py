@@ -16,7 +16,6 @@ import _signal  # type: ignore[import-not-found]
 import _sitebuiltins
 import _socket
 import builtins
-import gc
 import marshal
 import os
 import resource
@@ -54,15 +53,8 @@ def main(control: _socket.socket, channel: int) -> None:
             exec(setup["confine"], scope)
             setup["confine"] = scope["confine"]
         if setup["preload"] is not None:
-            if setup["backend"] != "unsafe_subprocess":
-                # No socket can be made in a sandbox, and without it `asyncio` is a quarter smaller.
-                sys.modules["ssl"] = None  # type: ignore[assignment]
             load("aflow_channel", setup["channel"])
             load("aflow_preloaded", setup["preload"])
-            if sys.modules.get("ssl", sys) is None:
-                del sys.modules["ssl"]
-            # The program's collector is to leave alone what its process shares with this one.
-            gc.freeze()
         control.sendall(b"ready\n")
         job = receive(control)
         if job is not None:
@@ -208,14 +200,12 @@ class Packages:
 
 
 def set_limits(setup: dict[str, Any], limits: dict[str, Any]) -> None:
-    cpu = limits["cpu_seconds"]
     processes = limits["processes"] + 1
     if setup["backend"] != "bubblewrap" and setup["uid"] is None:
         # Without a user namespace or a user of its own, the kernel counts all of this user's.
         processes += tasks_of(os.getuid())
     wanted = {
-        # The supervisor ends the tree at memory_mb that is used; this bounds what is mapped,
-        # and an interpreter maps much that it never uses.
+        # The supervisor bounds what is used; this what is mapped, by an interpreter much.
         "RLIMIT_AS": (limits["memory_mb"] + 64) * MB,
         "RLIMIT_FSIZE": limits["disk_mb"] * MB,
         "RLIMIT_NOFILE": limits["open_files"],
@@ -225,7 +215,7 @@ def set_limits(setup: dict[str, Any], limits: dict[str, Any]) -> None:
         "RLIMIT_MEMLOCK": 0,
         "RLIMIT_MSGQUEUE": 0,
         "RLIMIT_SIGPENDING": 256,
-        "RLIMIT_CPU": cpu,
+        "RLIMIT_CPU": limits["cpu_seconds"],
     }
     for name, value in wanted.items():
         kind = getattr(resource, name)

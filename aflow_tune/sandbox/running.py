@@ -191,7 +191,7 @@ def engine() -> Engine:
 
 
 def _forget() -> None:
-    # The lock may have been held by a thread that does not exist in the child.
+    # A thread that does not exist in the child may have held the lock.
     global _lock, _engine
     _lock, _engine = threading.Lock(), None
     for end in list(ends):
@@ -281,7 +281,6 @@ async def elsewhere(work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
 
 
 def note_run(execution: Execution, started: float) -> None:
-    """Put a run into the current trace."""
     level, outcome = execution.level.value, execution.ending.value
     told: Any = {"seconds": execution.seconds, "limits_hit": execution.limits_hit}
     note(ProgramRun(started=started, level=level, outcome=outcome, **told))

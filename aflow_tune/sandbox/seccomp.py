@@ -29,17 +29,14 @@ _KILL = 0x8000_0000
 _ALLOW = 0x7FFF_0000
 _ERRNO = 0x0005_0000
 
-ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
-"""AUDIT_ARCH_* of the machines that the tables below are for."""
+ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}  # AUDIT_ARCH_*
 _X32_CALLS = 0x3FFF_FFFF
-_NEWEST = 462
-"""Numbers above (mseal) are newer than this table, on every architecture."""
+_NEWEST = 462  # above are calls newer than this table, on every architecture
 
 _NEW_NAMESPACES = 0x7E02_0000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET. NEWTIME is unshare's alone."""
 _AF_UNIX = 1
-_SOCK_DGRAM = 2
-"""A bit of SOCK_DGRAM and SOCK_RAW; neither of SOCK_STREAM nor of SOCK_SEQPACKET."""
+_SOCK_DGRAM = 2  # a bit of SOCK_RAW too; neither of SOCK_STREAM nor of SOCK_SEQPACKET
 
 
 def _table(text: str) -> dict[str, tuple[int | None, int | None]]:
@@ -115,8 +112,8 @@ SIGNAL_CALLS = _table(
 )
 """Refused where neither a process namespace nor Landlock (before version 6) bounds signals."""
 
+# Its flags stand in memory, where no filter can look; libraries fall back to clone.
 _ABSENT = {"clone3": (435, 435)}
-"""Its flags stand in memory, where no filter can look; libraries fall back to clone."""
 
 _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
@@ -167,8 +164,7 @@ def filter_program(*, landlock: bool = False, refuse_signals: bool = False) -> b
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
 
 
-Instruction = tuple[int, int, int, int]
-"""Code, how far to jump where the comparison holds and where not, operand."""
+Instruction = tuple[int, int, int, int]  # code, how far to jump if true and if not, operand
 
 
 def _instructions(machine: str, landlock: bool, refuse_signals: bool) -> Iterator[Instruction]:

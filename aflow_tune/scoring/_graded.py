@@ -337,16 +337,19 @@ def serve_solution() -> None:
 # role: run_tests
 
 
+# No test may catch these.
+
+
 class SolutionEnded(BaseException):
-    """The solution's process ended, or a call tried to end it: no test may catch that."""
+    """The solution's process ended, or a call tried to end it."""
 
 
 class Forged(BaseException):
-    """The solution's process sent what no call results in: no test may catch that either."""
+    """The solution's process sent what no call results in."""
 
 
 class CannotTell(BaseException):
-    """The tests want what cannot be had across two processes: says nothing about the solution."""
+    """The tests want what cannot be had across two processes."""
 
 
 class Remote:
@@ -547,8 +550,7 @@ def run_together() -> None:
     def judge() -> None:
         try:
             check = loaded(space, shared, entry_point, helpers, solution, tests)
-            # From here on a thread that ends without an error is what passes in the public code,
-            # even if SystemExit ended it.
+            # From here on a thread that ends without an error passes, as in the public code.
             faults.clear()
             check()
         except Exception as error:

@@ -32,7 +32,7 @@ class Undecided(RuntimeError):
 
 
 class QuestionFailed(RuntimeError):
-    """The child raised an exception over a question. Says which."""
+    """The child raised this exception over a question."""
 
 
 class AskedProcess:
@@ -74,16 +74,14 @@ class AskedProcess:
         paths = [str(_ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._process = subprocess.Popen(
-            # -P keeps the current folder off the child's module path.
-            [sys.executable, "-P", "-m", *self._command],
+            [sys.executable, "-P", "-m", *self._command],  # -P: without the current folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             encoding="utf-8",
             env=environment,
-            # Ctrl-C is for the parent, which closes our input when it ends.
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C is for the parent
         )
         return self._process
 

@@ -31,8 +31,8 @@ from aflow_tune.scoring.types import RIGHT, RULES, CannotScore, Rule, Score, wro
 
 Scorer = Callable[[str, Row], Score]  # of an answer to a row; what it raises is unscored
 CODE_LIMITS = Limits(seconds=15.0)  # of all tests of a program together, as the field has it
+# Entry points to which the published rule gives what their prompt defines beside them.
 PUBLISHED_HELPERS = ("decode_cyclic", "decode_shift", "find_zero")
-"""Entry points to which the published rule gives what their prompt defines beside them."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,6 @@ def with_form(problem: str, answer_form: str) -> str:
 
 
 def _checked(benchmark: Benchmark | str, row: Row) -> Benchmark:
-    """The benchmark of a name, if the row has its fields."""
     chosen = find(benchmark)
     fault = rows.field_fault(f"a row of {chosen.name}", row, chosen.fields)
     if fault is not None:
@@ -262,7 +261,7 @@ class Scores:
 
     @property
     def mean(self) -> float | None:
-        """The mean of the strict scores over the rows that have one; None where none has."""
+        """Of the strict scores that there are; None where there is none."""
         values = [value for value in self.values("strict") if value is not None]
         return sum(values) / len(values) if values else None
 
