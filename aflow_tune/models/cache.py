@@ -1,10 +1,10 @@
 """A cache of answers, for evaluation: the same question to the same model is asked once.
 
-An entry is a file named by a digest of everything that can change the answer: who answers, the
-question with its arguments, which sample of the evaluation it is, and how often the question was
-asked before in that sample (an ensemble must get different answers). Entries hold answers, never
-requests or keys. Models whose answers change under one name are not cached: those being tuned,
-AgentScope's, and servers of this machine, unless `weights` says which weights answer.
+An entry is a file named by a digest of who answers, the question with its arguments, the sample of
+the evaluation, and how often the question was asked before in that sample (an ensemble must get
+different answers). It holds an answer, never a request or key. Models whose answers change under
+one name are not cached: those being tuned, AgentScope's, and servers of this machine, unless
+`weights` says which weights answer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ _FORMAT = 1  # part of every key: raised when entries change their meaning
 
 
 class ResponseCache:
-    """Entries below `folder`, which is made where it is missing."""
-
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 

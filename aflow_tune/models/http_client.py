@@ -56,8 +56,7 @@ MOST_TOKENS = 10**9  # a reply that claims to have used more is not believed
 
 @dataclass(frozen=True)
 class Listing:
-    """What came of asking for a list of models. `access`: granted, refused, unreachable, or unknown
-    (the answer says nothing about the key). `reason` never holds a key."""
+    """A list of models. `access`: granted, refused, unreachable, or unknown."""
 
     access: str
     models: frozenset[str] | None = None
@@ -65,9 +64,9 @@ class Listing:
 
 
 class HttpClient(BaseClient):
-    """A `ModelClient` for OpenAI and whatever speaks its chat-completions API: vLLM, Ollama,
-    gateways, and the local sampler's server. `role`: what the usage is counted under, unless the
-    settings say. BadInput: the settings are wrong, or the key is not in the environment."""
+    """A `ModelClient` for OpenAI and whatever speaks its chat-completions API. `role`: what the
+    usage is counted under, unless the settings say. BadInput: the settings are wrong, or the key
+    is not in the environment."""
 
     address = "https://api.openai.com/v1"
     path = "/chat/completions"
@@ -95,8 +94,7 @@ class HttpClient(BaseClient):
             await _in_http_loop(sdk.close)
 
     async def list_models(self, seconds: float) -> Listing:
-        """Ask once, for at most `seconds`, which models there are: proves address and key, free of
-        charge. A compatible server may have no such list; then nothing is known."""
+        """Ask once, for at most `seconds`: proves address and key, free of charge."""
 
         async def ask() -> Listing:
             once: Any = {"cast_to": httpx2.Response, "options": {"max_retries": 0}}
@@ -317,7 +315,7 @@ def _counts(told: Any, *names: str) -> list[int | None]:
     return [v if type(v) is int and 0 <= v <= MOST_TOKENS else None for v in values]
 
 
-DEFAULT_MAX_TOKENS = 4096
+DEFAULT_MAX_TOKENS = 4096  # for Anthropic, where nothing else is asked
 _REASONS = {
     "end_turn": "stop",
     "stop_sequence": "stop",
@@ -330,9 +328,8 @@ _REASONS = {
 
 
 class AnthropicClient(HttpClient):
-    """A `ModelClient` for Anthropic's messages API: system messages become the system prompt, tool
-    calls and results content blocks, a JSON schema a tool that the model must call. That API has no
-    seed, and wants a limit on the answer: `DEFAULT_MAX_TOKENS` where there is none."""
+    """A `ModelClient` for Anthropic's messages API, which has no seed and wants a limit on the
+    answer. A JSON schema becomes a tool that the model must call."""
 
     address = "https://api.anthropic.com"
     path = "/v1/messages"

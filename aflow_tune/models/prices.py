@@ -21,9 +21,7 @@ _PRIVATE_ENDINGS = (".localhost", ".local", ".internal", ".lan", ".home", ".corp
 
 
 class Price(Protocol):
-    """Turns tokens into US dollars."""
-
-    def cost(self, usage: Usage) -> float: ...
+    def cost(self, usage: Usage) -> float: ...  # US dollars
 
 
 @dataclass(frozen=True)

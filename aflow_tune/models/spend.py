@@ -229,15 +229,11 @@ class Call:
     spend: Spend
     role: str
     model: str
-    price: Price | None
-    """None: that of the role, if it has one; else unknown."""
-    prompt_tokens: Callable[[], int]
-    """The most that the prompt may have; asked under a limit only."""
-    max_tokens: int | None
-    """Of the answer. None: there is no bound."""
+    price: Price | None  # None: that of the role, if it has one; else unknown
+    prompt_tokens: Callable[[], int]  # the most that there may be; asked under a limit only
+    max_tokens: int | None  # of the answer; None: there is no bound
     usage: Usage | None = field(default=None, init=False)
-    cost: float | None = field(default=0.0, init=False)
-    """US dollars; None where it is not known."""
+    cost: float | None = field(default=0.0, init=False)  # None where it is not known
     retries: int = field(default=0, init=False)
     seconds: float = field(default=0.0, init=False)
 
@@ -311,14 +307,10 @@ class Call:
         failure: str | None = None
         try:
             yield
-        except ModelError as error:
-            failure = error.failure.value
-            raise
-        except BudgetReached:
-            failure = "budget_reached"
-            raise
-        except BaseException as error:  # somebody else's, or a caller that went away
+        except BaseException as error:
             failure = "cancelled" if isinstance(error, asyncio.CancelledError) else "raised"
+            failure = "budget_reached" if isinstance(error, BudgetReached) else failure
+            failure = error.failure.value if isinstance(error, ModelError) else failure
             raise
         finally:
             if self._started is not None:

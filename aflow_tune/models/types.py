@@ -15,8 +15,7 @@ from typing import Any, Protocol
 from aflow_tune.errors import AflowTuneError, BadInput
 from aflow_tune.models.redaction import short
 
-Message = Mapping[str, Any]
-"""A chat message as OpenAI's API takes it: `role` and `content`, perhaps `tool_calls`."""
+Message = Mapping[str, Any]  # as OpenAI's API takes it: `role`, `content`, perhaps `tool_calls`
 
 
 class ModelFailure(StrEnum):
@@ -143,7 +142,6 @@ class Ask:
 
 
 def tool_call(identifier: str, name: str, arguments: str) -> dict[str, Any]:
-    """A tool call in OpenAI's form; `arguments` is JSON text."""
     function = {"name": name, "arguments": arguments}
     return {"id": identifier, "type": "function", "function": function}
 

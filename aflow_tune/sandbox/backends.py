@@ -185,7 +185,7 @@ def _rules(paths: SystemPaths, folder: str) -> list[tuple[str, str]]:
 
 
 def is_mapped(user: int) -> bool:
-    """Whether this user id exists in our user namespace."""
+    """Whether our user namespace has this user."""
     with open("/proc/self/uid_map") as file:
         ranges = [[int(word) for word in line.split()] for line in file]
     return any(first <= user < first + count for first, _, count in ranges)

@@ -83,7 +83,7 @@ def framed(message: dict[str, Any]) -> bytes:
 
 
 START_SECONDS, GRACE_SECONDS, END_SECONDS = 20.0, 1.0, 10.0
-"""To be ready on a busy machine; to end the program from inside after its time; to be gone."""
+"""To be ready on a busy machine; to end the program from inside; to be gone."""
 
 _STUB = (
     "import sys,_socket,marshal\n"

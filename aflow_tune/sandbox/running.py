@@ -6,8 +6,8 @@ once; from the second program on some are kept ready, of each kind that was want
 starts an engine of its own.
 
 A conversation is JSON values, one a line, over a private socket; for the program it is the module
-`aflow_channel` (`_channel_inside.py`). Nothing it says is trusted: a line that is no JSON, null, or
-longer than the program's output limit ends it, and nothing is read ahead.
+`aflow_channel`. A line that is no JSON, null, or longer than the output limit ends the program, and
+nothing is read ahead.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ class Engine:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run on the engine's loop, from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     @contextlib.asynccontextmanager
@@ -181,7 +180,6 @@ _engine: Engine | None = None
 
 
 def engine() -> Engine:
-    """This process's engine."""
     global _engine
     with _lock:
         if _engine is None or _engine.pid != os.getpid():
@@ -314,7 +312,7 @@ class ProgramEnded(AflowTuneError, BrokenPipeError):
 
 
 class Channel:
-    """Our end; `send` and `receive` may be awaited at the same time."""
+    """Our end; `send` and `receive` may be awaited at once."""
 
     def __init__(self, sandbox: Sandbox, running: asyncio.Future[Execution], bound: int) -> None:
         self._sandbox, self._socket = sandbox, sandbox.channel
@@ -393,11 +391,8 @@ async def open_channel(
     preload: str = "",
 ) -> AsyncIterator[Channel]:
     """Run a program as `run_program` does, and talk with it, in messages of at most
-    `limits.output_kb`. Leaving the block kills it. Raises as `run_program`.
-
-    `preload`: the dotted name of a module of ours that the program finds as `aflow_preloaded`,
-    loaded before the limits begin and while no file is out of reach.
-    """
+    `limits.output_kb`. Leaving the block kills it. `preload` names a module of ours that the
+    program finds as `aflow_preloaded`, loaded before limits and confinement begin."""
     job, policy = checked_job(source, "", limits, files, channel=True), meant(policy)
     loop = asyncio.get_running_loop()
     taken: asyncio.Future[Sandbox] = loop.create_future()

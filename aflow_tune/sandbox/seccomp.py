@@ -120,8 +120,7 @@ _F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
 _PR_SET_DUMPABLE = 4
 
 Test = tuple[int, int, int, bool]
-"""Of a call: which argument, how it is compared, with what, and whether a match is refused (True)
-or everything else (False)."""
+"""Which argument, how it is compared, with what, and whether a match is refused or all else."""
 EXAMINED: dict[str, tuple[tuple[int, int], list[Test]]] = {
     "clone": ((56, 220), [(0, _JUMP_ANY_BIT, _NEW_NAMESPACES, True)]),
     # Half a pair of datagram sockets can send to any address.

@@ -37,24 +37,16 @@ PUBLISHED_HELPERS = ("decode_cyclic", "decode_shift", "find_zero")
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark, whose rows have all of `fields`.
-
-    Args:
-        question: what a workflow is asked.
-        gold: an answer that must score 1. Raises CannotScore where the row has none.
-        scorers: None for benchmarks of code, whose answers are programs.
-        answer_form: what a model is told about the form of an answer; empty where questions say it.
-        form: a regular expression that is found in an answer of that form.
-    """
+    """One benchmark, whose rows have all of `fields`."""
 
     name: str
     fields: Mapping[str, type]
-    question: Callable[[Row], str]
-    gold: Callable[[Row], str]
-    scorers: dict[Rule, Scorer] | None = None
+    question: Callable[[Row], str]  # what a workflow is asked
+    gold: Callable[[Row], str]  # an answer that must score 1; may raise CannotScore
+    scorers: dict[Rule, Scorer] | None = None  # None for code, whose answers are programs
     hub: HubSource | None = None
-    answer_form: str = ""
-    form: str = r"\S"
+    answer_form: str = ""  # what a model is told about it; empty where questions say it
+    form: str = r"\S"  # a regular expression that is found in an answer of that form
 
     def load(self, source: Path | str | None = None, split: str | None = None) -> list[dict]:
         """Rows of a local file, or of the hub where `source` is None. BadInput: the file or data
@@ -241,10 +233,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "that are asked for are joined by 'and'.",
     ),
 }
-"""Every benchmark by name."""
 
-
-# Many answers at once
 
 CONCURRENCY = 4  # answers that are scored at the same time
 

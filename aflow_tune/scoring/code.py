@@ -49,12 +49,8 @@ async def check_together(
     policy: str = "auto",
     shared: bool = True,
 ) -> CodeVerdict:
-    """Run `tests` against a program in one process. Arguments and errors as of `check_code`.
-
-    Args:
-        shared: let them share their global names, as the field does. Else neither changes what
-            the other's names mean.
-    """
+    """Run `tests` against a program in one process, as of `check_code`. `shared`: they share their
+    global names, as the field has it; else neither changes what the other's names mean."""
     text = tests if isinstance(tests, str) else "\n".join(tests)
     try:
         tree = ast.parse(text)
@@ -88,14 +84,9 @@ async def check_code(
 ) -> CodeVerdict:
     """Run `tests` against the function `entry_point` of the program `solution`.
 
-    Args:
-        tests: a program, or its pieces such as asserts, on `candidate` or the function by its name.
-            It may define `check`, which is called with the function if it takes an argument.
-        helpers: a program that both sides have, such as what a prompt defines.
-        limits: of each process; the time is for all tests together.
-        policy: as `run_program` takes it.
-
-    Raises SandboxUnavailable: nothing was run.
+    `tests` assert on `candidate` or the function by its name, or define `check`, which is called
+    with the function if it takes an argument. Both sides have `helpers`. `limits` are those of each
+    process. Raises SandboxUnavailable: nothing was run.
     """
     text = tests if isinstance(tests, str) else "\n".join(tests)
     given: dict[str, Any] = {"helpers": helpers, "limits": limits, "policy": policy}

@@ -47,7 +47,6 @@ _RELATION = re.compile(
 )
 # But 3 1/2 and 3 \frac12 are one number.
 _SIDE_BY_SIDE = re.compile(r"\d\s+-?\d+(?!\s*/|[\d.]*\s*/)")
-_NO_VALUE = "a relation where a value is asked for"
 _BASE = re.compile(r"(?<=\d)_\{?\s*(\w+)")
 
 
@@ -119,7 +118,7 @@ def _open_choice(answer: str, given: Reading, truth: str, expected: Reading) -> 
     if bases and bases != _BASE.findall(truth):
         return "another number base"
     if _RELATION.search(_values(given)) and not _RELATION.search(_values(expected)):
-        return _NO_VALUE
+        return "a relation where a value is asked for"
     return ""
 
 

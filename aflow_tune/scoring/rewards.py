@@ -216,13 +216,8 @@ def agent_reward(
     """The reward of an agent's run, and each part and penalty as the metric `agent/NAME`.
 
     Weighted parts in [0, 1], less a penalty for each wrong tool call, redundant call and format
-    error, and for a time-out; at least `settings.lowest`.
-
-    Args:
-        completion: how far the task was completed, in [0, 1].
-        wanted: the tools that the task wants.
-        steps: the model's answers, those without a tool call included.
-        format_errors: answers that could not be read.
+    error, and for a time-out; at least `settings.lowest`. `completion` is in [0, 1], `wanted` the
+    tools that the task wants; `steps` are the model's answers, with tool calls and without.
     """
     chosen = settings or AgentRewardSection()
     called = [call.name for call in calls]

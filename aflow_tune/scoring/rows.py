@@ -39,19 +39,19 @@ def read_jsonl(path: Path, fields: Mapping[str, type]) -> list[dict[str, Any]]:
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        place, found = f"{path}:{number}", ""
+        place = f"{path}:{number}"
         try:
             row = json.loads(line)
-            found = "" if isinstance(row, dict) else f"a {type(row).__name__}"
+            if not isinstance(row, dict):
+                raise ValueError(f"a {type(row).__name__}")
+            fault = field_fault(place, row, fields)
         except (ValueError, RecursionError) as error:  # ValueError: also a number too long
-            found = str(error)
-        if found:
-            fault = Fault(place, "one JSON object in a line", found, "correct or remove this line")
-            faults.append(fault)
-        elif lacking := field_fault(place, row, fields):
-            faults.append(lacking)
-        else:
+            told = "one JSON object in a line", str(error), "correct or remove this line"
+            fault = Fault(place, *told)
+        if fault is None:
             rows.append(row)
+        else:
+            faults.append(fault)
     if not rows and not faults:
         faults.append(Fault(str(path), "at least one row", "no rows", "write rows into the file"))
     if faults:
