@@ -48,16 +48,6 @@ def judge(name: str, row: dict[str, Any], response: Any, **rewards: Any) -> Any:
     return asyncio.run(run())
 
 
-def test_gsm8k_by_hand() -> None:
-    reward = shipped("gsm8k:gsm8k_reward")
-    assert reward("It is 42.", "6 x 7 = 42\n#### 42") == 1.0
-    assert reward("It is 41.", "#### 42") == reward("no idea", "#### 42") == 0.0
-    assert reward(r"\boxed{41}, or 42", "#### 42") == 0.0
-    assert reward(r"\boxed{\text{1{,}000 apples}}", "#### 1,000") == 1.0
-    with pytest.raises(ValueError, match="without a number"):
-        reward("42", "nothing")
-
-
 def test_answers_are_compared_from_many_threads_and_without_end() -> None:
     reward = shipped("math_boxed:math_boxed_reward")
     questions = [(f"\\boxed{{\\frac{{{n}}}{{4}}}}", str(n / 4)) for n in range(1, 9)]
@@ -145,18 +135,12 @@ def calls(*names: str) -> list[ToolCall]:
     return [ToolCall(name, number) for number, name in enumerate(names)]
 
 
-@pytest.mark.parametrize(
-    ("called", "wanted", "accuracy", "timed"),
-    [
-        ("ab", "ab", 1, 1),
-        ("abc", "ab", 0.8, 1),  # P 2/3, R 1
-        ("a", "abc", 0.5, 1),  # P 1, R 1/3
-        ("x", "a", 0, 1),
-        ("", "a", 0, 0),
-        ("", "", 1, 1),
-        ("a", "", 0.5, 0),
-    ],
-)
+# ab of abc: P 2/3, R 1; a of abc: P 1, R 1/3.
+TOOLS: list[Any] = [("ab", "ab", 1, 1), ("abc", "ab", 0.8, 1), ("a", "abc", 0.5, 1)]
+TOOLS += [("x", "a", 0, 1), ("", "a", 0, 0), ("", "", 1, 1), ("a", "", 0.5, 0)]
+
+
+@pytest.mark.parametrize(("called", "wanted", "accuracy", "timed"), TOOLS)
 def test_accuracy_is_f1_of_the_tools_and_timing_whether_one_was_called_when_needed(
     called: str, wanted: str, accuracy: float, timed: float
 ) -> None:

@@ -37,14 +37,6 @@ def _check(
     return asyncio.run(check_code(solution, tests, entry_point, limits=limits, **settings))
 
 
-@pytest.mark.parametrize(
-    "solution",
-    ["def f(x): return x * x", "f = lambda x: x ** 2", "print('noise')\ndef f(x): return x * x"],
-)
-def test_right_programs_pass(solution: str) -> None:
-    assert _check(solution) == CodeVerdict(True, "")
-
-
 _FOLDER = Path(__file__).parent
 HOSTILE = yaml.safe_load((_FOLDER / "hostile_programs.yaml").read_text("utf-8"))
 ATTACKS, FORGED, RAW = HOSTILE["attacks"], HOSTILE["forged"], HOSTILE["forging"]
@@ -130,14 +122,6 @@ def test_expected_exceptions_pass_and_swallowed_ones_do_not() -> None:
 )
 def test_tests_that_say_nothing_leave_it_unscored(tests: str) -> None:
     assert _check("def f(x): return 1", tests).passed is None
-
-
-def test_objects_of_the_solution_can_be_handed_back() -> None:
-    pairs = (
-        "class Pair:\n    def __init__(self, a, b): self.a, self.b = a, b\n"
-        "def f(pairs): return sum(p.a * p.b for p in pairs)"
-    )
-    assert _check(pairs, "assert f([Pair(1, 2), Pair(3, 4)]) == 14").passed is True
 
 
 # Programs that return or take what is no plain value: a right program, what a wrong one does
