@@ -90,7 +90,6 @@ class Engine:
                     await asyncio.shield(closing)
 
     async def detect(self, policy: str) -> Detection:
-        """The backend for a policy, proved by starting a sandbox; remembered."""
         async with self._detecting:
             if policy not in self._found:
                 self._found[policy] = await self._detect(policy)

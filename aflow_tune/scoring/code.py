@@ -14,6 +14,7 @@ outcomes: docs/scoring.md.
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import functools
 import itertools
@@ -59,9 +60,8 @@ async def check_together(
         return CodeVerdict(None, f"the tests are no Python: {error}")
     if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         return CodeVerdict(None, "the tests assert nothing")
-    token = secrets.token_hex()
-    program, roomy = _program("run_together"), _roomy(limits)
-    async with open_channel(program, limits=roomy, policy=policy) as channel:
+    token, program = secrets.token_hex(), _program("run_together")
+    async with open_channel(program, limits=_roomy(limits), policy=policy) as channel:
         with contextlib.suppress(ProgramEnded):  # which is seen when it is listened to
             await channel.send([token, shared, entry_point, helpers, solution, text])
         said = await channel.receive()
@@ -90,7 +90,8 @@ async def check_code(
     """
     text = tests if isinstance(tests, str) else "\n".join(tests)
     given: dict[str, Any] = {"helpers": helpers, "limits": limits, "policy": policy}
-    together = await check_together(solution, text, entry_point, **given, shared=False)
+    shared = not _may_clash(solution, text)
+    together = await check_together(solution, text, entry_point, **given, shared=shared)
     if not together.passed:
         return together
     limits = _roomy(limits)
@@ -200,6 +201,14 @@ def strict_program(answer: str, entry_point: str) -> str:
     return next(iter(programs.values()))
 
 
+def _may_clash(program: str, tests: str) -> bool:
+    """Whether one may change what a global name means to the other."""
+    try:
+        return bool(_defined(_parse(program)) & (_defined(_parse(tests)) | vars(builtins).keys()))
+    except _NO_PYTHON:
+        return True
+
+
 def helpers_of(prompt: str, entry_point: str) -> str:
     """What a prompt defines beside the entry point; empty where it is not Python."""
     if _fault(prompt) is not None:
@@ -209,7 +218,6 @@ def helpers_of(prompt: str, entry_point: str) -> str:
 
 
 def _longest_run(text: str) -> str:
-    # A text that is Python as a whole is its own longest run, up to blank lines around it.
     if len(text) > MAX_CHARACTERS:
         raise NoProgram(f"longer than {MAX_CHARACTERS:,} characters")
     if _fault(text) is None:

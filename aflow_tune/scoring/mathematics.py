@@ -343,7 +343,6 @@ _REPEATING = (
 
 
 def plain_spelling(text: str) -> str:
-    """The answer in the one spelling. Same value, no claim that it can be read."""
     text = _without_unicode(text)
     text = _THOUSANDS.sub(_joined, text)
     text = _SPACING.sub(" ", text.replace("\\!", ""))

@@ -45,7 +45,6 @@ def last_number(text: str) -> float | None:
 
 
 def published_number(text: str) -> float | None:
-    """The last number as the published rule reads it."""
     found = _PUBLISHED.findall(text)
     return _value(found[-1]) if found else None
 

@@ -119,8 +119,6 @@ NGRAM = 4
 
 @dataclass(frozen=True)
 class Usage:
-    """What one run used. None: not known."""
-
     usd: float | None
     tokens: int | None
     seconds: float
@@ -149,7 +147,6 @@ class FivePart:
     parts: Mapping[str, float | None]
 
     def metrics(self) -> dict[str, float]:
-        """Each known part under `five_part/NAME`."""
         return {f"five_part/{name}": v for name, v in self.parts.items() if v is not None}
 
 

@@ -27,5 +27,4 @@ RIGHT = Score(1.0)
 
 
 def wrong(reason: str) -> Score:
-    """A score of 0 with its reason."""
     return Score(0.0, reason)
