@@ -222,7 +222,7 @@ print(run_program_sync("print('again')", policy={level!r}).stdout, end="", flush
 HEADERS = ["/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h"]
 
 
-@pytest.mark.parametrize(("column", "header"), enumerate(HEADERS))
+@pytest.mark.parametrize(("column", "header"), list(enumerate(HEADERS)))
 def test_the_numbers_of_the_filter_are_the_kernel_s(header: str, column: int) -> None:
     if not Path(header).exists():
         pytest.skip(f"no {header} (Debian package linux-libc-dev)")
