@@ -398,9 +398,6 @@ def test_what_the_yaml_may_say(tmp_path: Path, text: str, policy: str | None) ->
     assert load_config(None, [f"sandbox={policy}"]).sandbox == policy
 
 
-# The command
-
-
 def test_the_command_runs_one_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program, stdin = tmp_path / "program.py", tmp_path / "stdin"
     command = ["sandbox", "run", str(program)]
