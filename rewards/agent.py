@@ -10,7 +10,7 @@ All but `tool_calls` and `steps` may be left out. Without `completion` the answe
 the benchmark that the row or `rewards.benchmark` names, else against the row's `answer` by the
 strict rule for short answers. Rows have `target_tools` (names) and perhaps `optimal_steps`.
 Weights and penalties are `rewards.agent` of the configuration. Each part and penalty is logged
-as `agent/NAME`; the feedback goes to the run's log.
+as `agent/NAME`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from aflow_tune import JudgeOutput
 from aflow_tune.scoring import score_answer
 from aflow_tune.scoring.qa import hotpotqa_strict
 from aflow_tune.scoring.rewards import (
-    AgentRun,
     ToolCall,
     agent_reward,
     benchmark_of,
@@ -48,19 +47,17 @@ async def agent_judge(task: dict, response: Any, logger: Any = None) -> JudgeOut
         ToolCall(call) if isinstance(call, str) else ToolCall(call["name"], call.get("arguments"))
         for call in response["tool_calls"]
     ]
-    run = AgentRun(
-        completion=await _completion(task, response),
-        calls=calls,
+    reward, metrics = agent_reward(
+        await _completion(task, response),
+        calls,
+        target_tools(task.get("target_tools")),
         steps=int(response.get("steps", len(calls))),
         format_errors=int(response.get("format_errors", 0)),
         timed_out=bool(response.get("timed_out", False)),
+        optimal_steps=task.get("optimal_steps"),
+        settings=reward_settings().agent,
     )
-    settings = reward_settings().agent
-    wanted = target_tools(task.get("target_tools"))
-    result = agent_reward(run, wanted, task.get("optimal_steps"), settings)
-    if logger is not None:
-        logger.info(result.feedback)
-    return JudgeOutput(reward=result.reward, metrics=result.metrics())
+    return JudgeOutput(reward=reward, metrics=metrics)
 
 
 async def _completion(task: dict, response: Mapping[str, Any]) -> float:

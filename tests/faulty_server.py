@@ -21,13 +21,9 @@ USAGE = (100, 10)
 
 @dataclass
 class Step:
-    """How one request is answered.
-
-    `kind`: 'answer'; 'cut' closes before the head, 'cut_body' in the middle of the body; 'drip'
-    sends a byte each 20 ms; 'hang' sends nothing.
-    `body` replaces the good reply: bytes as they are, anything else as JSON. `seconds` is a wait
-    before the reply.
-    """
+    """How one request is answered: 'answer'; 'cut' closes before the head, 'cut_body' in the body;
+    'drip' sends a byte each 20 ms; 'hang' nothing. `body` replaces the good reply: bytes as they
+    are, anything else as JSON. `seconds` is a wait before it."""
 
     kind: str = "answer"
     status: int = 200
@@ -128,31 +124,24 @@ class FaultyServer:
         body = _body(step, request)
         head = [f"HTTP/1.1 {step.status} Scripted", f"content-length: {len(body)}"]
         head += [f"{name}: {value}" for name, value in step.headers.items()]
-        if not any(name.lower() == "content-type" for name in step.headers):
+        if "content-type" not in step.headers:
             head.append("content-type: application/json")
         writer.write("\r\n".join(head).encode() + b"\r\n\r\n")
-        if step.kind == "cut_body":
-            writer.write(body[: len(body) // 2])
+        for at in range(len(body) if step.kind == "drip" else 0):
+            writer.write(body[at : at + 1])
             await writer.drain()
-            return False
-        if step.kind == "drip":
-            for at in range(len(body)):
-                writer.write(body[at : at + 1])
-                await writer.drain()
-                await asyncio.sleep(0.02)
-            return True
-        writer.write(body)
+            await asyncio.sleep(0.02)
+        rest = {"drip": b"", "cut_body": body[: len(body) // 2]}
+        writer.write(rest.get(step.kind, body))
         await writer.drain()
-        return True
+        return step.kind != "cut_body"
 
 
 async def _read(reader: asyncio.StreamReader) -> Request:
     head = (await reader.readuntil(b"\r\n\r\n")).decode()
     first, *lines = head.strip().split("\r\n")
-    headers = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        headers[name.lower()] = value.strip()
+    pairs = (line.partition(":") for line in lines)
+    headers = {name.lower(): value.strip() for name, _, value in pairs}
     body = await reader.readexactly(int(headers.get("content-length", "0")))
     return Request(first.split(" ")[1], headers, json.loads(body or b"{}"))
 

@@ -15,10 +15,7 @@ LISTED = ("gpt-small", "claude-small")
 HUB: dict[str, dict[str, Any]] = {
     "/api/models/org/there": {
         "id": "org/there",
-        "siblings": [
-            {"rfilename": "config.json", "size": 1000},
-            {"rfilename": "model.safetensors", "size": 2_000_000_000},
-        ],
+        "siblings": [{"rfilename": "model.safetensors", "size": 2_000_001_000}],
         "safetensors": {"parameters": {"BF16": 1_000_000_000}, "total": 1_000_000_000},
     },
     "/api/datasets/org/rows": {"id": "org/rows", "siblings": [{"rfilename": "a", "size": 5000}]},
@@ -28,11 +25,8 @@ HUB: dict[str, dict[str, Any]] = {
 
 
 class ModelsServer:
-    """Context manager. `url` is its address, `seen` the (path, key) of each request.
-
-    `status`: answered to every request, instead of looking at the key. `open_list`: whether
-    models are listed for anybody.
-    """
+    """Context manager. `url` is its address, `seen` the (path, key) of each request. `status`: of
+    every answer, whatever the key; `open_list`: whether models are listed for anybody."""
 
     def __init__(
         self, status: int | None = None, hang: bool = False, open_list: bool = False
@@ -68,9 +62,7 @@ class ModelsServer:
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
-    def _answer(
-        self, path: str, key: str | None, status: int | None
-    ) -> tuple[tuple[int, Any], dict[str, str]]:
+    def _answer(self, path: str, key: str | None, status: int | None) -> Any:
         if path.startswith("/api/"):
             name = path.partition("?")[0]
             if name in HUB:

@@ -115,13 +115,9 @@ def written_by(pid: int) -> float:
 
 
 def pss(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/smaps_rollup") as file:
-            for line in file:
-                if line.startswith("Pss:"):
-                    return int(line.split()[1]) * 1024
-    except PermissionError:
-        pass
+    with contextlib.suppress(PermissionError):
+        told = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        return int(told.split("\nPss:")[1].split()[0]) * 1024
     resident = Path(f"/proc/{pid}/statm").read_text().split()
     return (int(resident[1]) - int(resident[2])) * os.sysconf("SC_PAGE_SIZE")
 

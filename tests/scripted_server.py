@@ -48,14 +48,9 @@ class ScriptedServer:
         self.answer = answer
         self.requests: list[dict[str, Any]] = []
         self.keys: set[str] = set()
-        config = uvicorn.Config(
-            self._app,
-            port=0,
-            log_level="error",
-            lifespan="off",
-            interface="asgi3",
-            timeout_keep_alive=600,  # a connection that is closed while it is reused fails a call
-        )
+        # A connection that is closed while it is reused fails a call.
+        options: Any = {"log_level": "error", "lifespan": "off", "timeout_keep_alive": 600}
+        config = uvicorn.Config(self._app, port=0, interface="asgi3", **options)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self.url = ""
@@ -136,16 +131,9 @@ class ScriptedModel(ModelWrapper):
     """Trinity's wrapper around a server that no actor stands behind."""
 
     def __init__(self, url: str, name: str | None = None) -> None:
-        config = InferenceModelConfig(
-            model_path="scripted",
-            name=name,
-            engine_type="external",
-            enable_openai_api=True,
-            enable_history=True,
-            temperature=1.0,
-            top_p=1.0,
-            max_response_tokens=64,
-        )
+        told: Any = {"engine_type": "external", "enable_openai_api": True, "enable_history": True}
+        told |= {"temperature": 1.0, "top_p": 1.0, "max_response_tokens": 64}
+        config = InferenceModelConfig(model_path="scripted", name=name, **told)
         super().__init__(config=config, api_address=url)
 
     @property

@@ -10,13 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from agentscope.model import AnthropicChatModel, ChatModelBase, ChatResponse, OpenAIChatModel
+from agentscope.model import AnthropicChatModel, OpenAIChatModel
 from faulty_server import USAGE, FaultyServer, Step, anthropic_reply, openai_reply
-from scripted_server import ScriptedModel as ServerModel
-from scripted_server import ScriptedRunner, ScriptedServer, make_task
-from trinity.common.experience import Experience
 
-from aflow_tune.context import caller
 from aflow_tune.errors import BadInput
 from aflow_tune.models import (
     ModelError,
@@ -49,13 +45,16 @@ PRICES = PriceSettings(input=1.0, output=10.0)
 """A good reply costs 100 * 1e-6 + 10 * 10e-6 = 0.0002 dollars."""
 
 
+Make = Callable[..., HttpClient]
+
+
 @pytest.fixture(params=["openai", "anthropic"])
 def provider(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def make(provider: str) -> Callable[..., HttpClient]:
+def make(provider: str) -> Make:
     def build(server: FaultyServer, **given: Any) -> HttpClient:
         given = {"backoff": 0.01, "timeout": 60.0, "prices": PRICES, **given}
         return make_client(ModelSettings(provider, "m-1", server.openai_url, **given), "judge")
@@ -81,17 +80,15 @@ def ask(client: HttpClient, messages: Any = HELLO, **options: Any) -> Any:
 
 PASSING = {
     "429 with retry-after in seconds": Step(status=429, headers={"retry-after": "0.05"}),
-    "429 with retry-after in ms": Step(status=429, headers={"retry-after-ms": "50"}),
     "500 that is no JSON": Step(status=500, body=b"<html>oops</html>"),
     "500 with deep JSON": Step(status=500, body=b"[" * 200_000),
-    "529": Step(status=529),
     "cut before the head": Step(kind="cut"),
     "cut in the body": Step(kind="cut_body"),
 }
 
 
 @pytest.mark.parametrize("step", PASSING.values(), ids=PASSING)
-def test_what_may_pass_is_asked_again(make: Callable[..., HttpClient], step: Step) -> None:
+def test_what_may_pass_is_asked_again(make: Make, step: Step) -> None:
     with FaultyServer([step]) as server:
         reply, event, spent = ask(make(server))
     assert (reply.text, reply.model, reply.finish_reason) == ("fine", "scripted-1", "stop")
@@ -99,10 +96,7 @@ def test_what_may_pass_is_asked_again(make: Callable[..., HttpClient], step: Ste
     assert reply.cost == event.cost == spent.usd == pytest.approx(0.0002)
     assert len(server.requests) == 2
     assert (event.failure, event.retries, event.role, event.model) == (None, 1, "judge", "m-1")
-    assert (spent.calls, spent.replies, spent.prompt_tokens, spent.completion_tokens) == (
-        *(1, 1),
-        *USAGE,
-    )
+    assert (spent.calls, spent.replies, spent.tokens) == (1, 1, sum(USAGE))
 
 
 FINAL = {
@@ -116,7 +110,7 @@ FINAL = {
 
 @pytest.mark.parametrize(("step", "failure"), FINAL.values(), ids=FINAL)
 def test_retries_end_in_an_error_that_says_why(
-    make: Callable[..., HttpClient], step: Step, failure: ModelFailure
+    make: Make, step: Step, failure: ModelFailure
 ) -> None:
     seconds = 2.0 if failure is ModelFailure.TIMED_OUT else 60.0  # a request has to be there
     with FaultyServer(lambda *_: step) as server:
@@ -133,7 +127,7 @@ def test_retries_end_in_an_error_that_says_why(
 
 
 @pytest.mark.parametrize("status", [307, 400, 401])
-def test_a_refusal_is_not_asked_again(make: Callable[..., HttpClient], status: int) -> None:
+def test_a_refusal_is_not_asked_again(make: Make, status: int) -> None:
     headers = {"location": "http://127.0.0.1:1/elsewhere"}
     with FaultyServer([Step(status=status, headers=headers)]) as server:
         error, event, _ = ask(make(server))
@@ -142,10 +136,13 @@ def test_a_refusal_is_not_asked_again(make: Callable[..., HttpClient], status: i
     assert len(server.requests) == 1
 
 
+SHAPES = {"openai": openai_reply, "anthropic": anthropic_reply}
+
+
 def test_a_reply_that_reports_usage_is_counted_though_it_is_of_no_use(
-    provider: str, make: Callable[..., HttpClient]
+    provider: str, make: Make
 ) -> None:
-    shaped = openai_reply("x") if provider == "openai" else anthropic_reply("x")
+    shaped = SHAPES[provider]("x")
     wrong = Step(body={**shaped, "choices": [], "content": None})
     failed = Step(status=400, body={"error": {"message": "late"}, "usage": shaped["usage"]})
     for step in (wrong, failed):
@@ -157,17 +154,15 @@ def test_a_reply_that_reports_usage_is_counted_though_it_is_of_no_use(
 
 
 @pytest.mark.parametrize("told", [None, {"prompt_tokens": "7", "completion_tokens": -1}, 3])
-def test_a_reply_without_usage_is_unknown_not_free(
-    make: Callable[..., HttpClient], told: Any, provider: str
-) -> None:
-    shape = openai_reply if provider == "openai" else anthropic_reply
-    with FaultyServer([Step(body={**shape("x", None), "usage": told})]) as server:
+def test_a_reply_without_usage_is_unknown_not_free(make: Make, told: Any, provider: str) -> None:
+    body = {**SHAPES[provider]("x", None), "usage": told}
+    with FaultyServer([Step(body=body)]) as server:
         reply, event, spent = ask(make(server))
     assert (reply.text, reply.usage, reply.cost, event.cost) == ("x", None, None, None)
     assert (spent.unreported, spent.unpriced) == (1, 1)
 
 
-def test_no_more_requests_at_once_than_configured(make: Callable[..., HttpClient]) -> None:
+def test_no_more_requests_at_once_than_configured(make: Make) -> None:
     async def many() -> None:
         await asyncio.gather(*(client.complete(HELLO) for _ in range(30)))
 
@@ -177,9 +172,7 @@ def test_no_more_requests_at_once_than_configured(make: Callable[..., HttpClient
     assert (len(server.requests), server.most_under_way) == (30, 3)
 
 
-def test_arguments_win_over_the_configuration(
-    provider: str, make: Callable[..., HttpClient]
-) -> None:
+def test_arguments_win_over_the_configuration(provider: str, make: Make) -> None:
     with FaultyServer() as server:
         client = make(server, temperature=0.1, max_tokens=7)
         ask(client)
@@ -188,15 +181,13 @@ def test_arguments_win_over_the_configuration(
     assert (plain["temperature"], plain["max_tokens"], plain["model"]) == (0.1, 7, "m-1")
     assert "top_p" not in plain
     assert (asked["temperature"], asked["top_p"], asked["max_tokens"]) == (0.9, 0.5, 9)
-    if provider == "openai":
-        assert (asked["stop"], asked["seed"]) == (["END"], 3)
-    else:
-        assert asked["stop_sequences"] == ["END"]
-        assert "seed" not in asked
+    openai = provider == "openai"
+    assert asked["stop" if openai else "stop_sequences"] == ["END"]
+    assert asked.get("seed") == (3 if openai else None)
 
 
 def test_a_client_travels_without_key_or_connection(
-    make: Callable[..., HttpClient], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRAVEL_KEY", "sk-travel-0123456789")
     with FaultyServer() as server:
@@ -215,7 +206,6 @@ CHOICES: list[Any] = [
     [{"finish_reason": "stop"}],
     [{"message": {"role": "assistant", "content": None}, "finish_reason": "stop"}],
     [{"message": {"content": None, "tool_calls": [{"id": "1"}]}, "finish_reason": "x"}],
-    [{"message": {"content": None, "tool_calls": "x"}}],
     ["text"],
 ]
 CONTENTS: list[Any] = [None, "text", [3], [{"type": "text"}], [{"type": "tool_use", "id": "1"}]]
@@ -266,18 +256,12 @@ READ: dict[str, tuple[Any, Any, tuple[Any, ...]]] = {
     "tool call": (openai_reply(None, tool_calls=[ADD]), {"tools": [TOOL]}, ("", "stop", (ADD,))),
     "parts": (openai_reply(PARTS), {}, ("in parts", "stop", ())),  # type: ignore[arg-type]
     "empty": (openai_reply(""), {}, ("", "stop", ())),
-    "cut short": (openai_choice("length", content=None), {}, ("", "length", ())),
-    "filtered": (openai_choice("content_filter", content=None), {}, ("", "content_filter", ())),
-    "refusal": (
-        openai_choice("stop", content=None, refusal="No."),
-        {},
-        ("No.", "content_filter", ()),
-    ),
+    "cut short": (openai_choice("length"), {}, ("", "length", ())),
+    "refusal": (openai_choice("stop", refusal="No."), {}, ("No.", "content_filter", ())),
     "used tool": (used("add", {"n": 2}), {"tools": [TOOL]}, ("ok", "tool_calls", (ADD,))),
     "schema": (used("answer", {"n": 2}), {"schema": SCHEMA}, ('{"n": 2}', "stop", ())),
     "wrapped": (used("answer", {"value": [1, 2]}), {"schema": LIST}, ("[1, 2]", "stop", ())),
     "max_tokens": (anthropic_reply("x", reason="max_tokens"), {}, ("x", "length", ())),
-    "a new reason": (anthropic_reply("x", reason="new"), {}, ("x", "new", ())),
 }
 
 
@@ -308,12 +292,11 @@ def test_what_openai_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_anthropic_is_asked() -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}}
     conversation = [
         {"role": "system", "content": "Be brief."},
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "first"},
-        {"role": "user", "content": [{"type": "text", "text": "second"}, image]},
+        {"role": "user", "content": [{"type": "text", "text": "second"}]},
         {"role": "assistant", "content": "", "tool_calls": [ADD]},
         {"role": "tool", "tool_call_id": "c1", "content": "4"},
     ]
@@ -321,16 +304,16 @@ def test_what_anthropic_is_asked() -> None:
         client = anthropic_client(server)
         ask(client, conversation, tools=[TOOL])
         ask(client, schema=LIST)
-        with pytest.raises(BadInput, match=r"messages\[0\].role"):
-            asyncio.run(client.complete([{"role": "function", "content": "x"}]))
+        for odd in ({"role": "function", "content": "x"}, {"role": "user", "content": [{}]}):
+            with pytest.raises(BadInput, match=r"messages\[0\]"):
+                asyncio.run(client.complete([odd]))
     body, schema = (request.body for request in server.requests)
     assert (body["system"], body["max_tokens"]) == ("Be brief.\n\nBe kind.", 4096)
-    shown = {"type": "base64", "media_type": "image/png", "data": "QUJD"}
     texts = [{"type": "text", "text": "first"}, {"type": "text", "text": "second"}]
     used = {"type": "tool_use", "id": "c1", "name": "add", "input": {"n": 2}}
     result = {"type": "tool_result", "tool_use_id": "c1", "content": "4"}
     assert body["messages"] == [
-        {"role": "user", "content": [*texts, {"type": "image", "source": shown}]},
+        {"role": "user", "content": texts},
         {"role": "assistant", "content": [used]},
         {"role": "user", "content": [result]},
     ]
@@ -365,49 +348,8 @@ KEY = "sk-agentscope-0123456789"
 
 
 def openai_model(server: FaultyServer, **options: Any) -> OpenAIChatModel:
-    return OpenAIChatModel(
-        "m",
-        api_key=KEY,
-        client_kwargs={"base_url": server.openai_url, "max_retries": 0},
-        **options,
-    )
-
-
-# The recording model that a tuned workflow gets
-
-
-def test_calls_of_the_tuned_model_are_recorded_and_trained() -> None:
-    seen: list[Any] = []
-
-    async def workflow(task: dict[str, Any], model: Any) -> float:
-        client = as_client(model)
-        trace = Trace()
-        with trace.activate(), caller("solver"):
-            first = await client.complete(HELLO)
-            await client.complete(HELLO, schema=SCHEMA)
-            await client.complete(HELLO, temperature=0.1)
-        seen.extend([client, first, trace.of(ModelCall)])
-        return 1.0
-
-    with ScriptedServer(lambda _: "ok") as server:
-        runner = ScriptedRunner(ServerModel(server.url))
-        status, experiences = asyncio.run(
-            runner.run_task(make_task(workflow), batch_id="1", repeat_times=1, run_id_base=0)
-        )
-    assert status.ok, status
-    client, first, events = seen
-    assert (client.role, client.model, first.text) == ("policy", "scripted", "ok")
-    # The prompt 'hello' is 5 tokens; the answer 'ok' and its end mark are 3.
-    assert first.usage == Usage(5, 3)
-    assert [event.caller for event in events] == ["solver"] * 3
-    # Nothing was said about sampling: sampled as configured, so trained. The third was not.
-    assert len(Experience.deserialize_many(experiences)) == 2
-    assert server.requests[0]["temperature"] == 1.0
-    assert server.requests[1]["response_format"]["json_schema"]["schema"] == SCHEMA
-    assert server.requests[2]["temperature"] == 0.1
-
-
-# Other AgentScope models
+    kwargs = {"base_url": server.openai_url, "max_retries": 0}
+    return OpenAIChatModel("m", api_key=KEY, client_kwargs=kwargs, **options)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -431,18 +373,19 @@ def test_agentscopes_openai_model(stream: bool) -> None:
     assert "temperature" not in sent
 
 
-def test_agentscopes_anthropic_model_gets_its_own_names_and_a_tool_for_the_schema() -> None:
+def test_agentscopes_anthropic_model_gets_a_tool_for_the_schema_and_no_arguments() -> None:
     use = {"type": "tool_use", "id": "t", "name": "answer", "input": {"n": 2}}
     with FaultyServer([Step(body=anthropic_reply(None, (7, 3), use))]) as server:
         model = AnthropicChatModel(
             "m", api_key="k", stream=False, client_kwargs={"base_url": server.url}
         )
         client = as_client(model)
-        reply = asyncio.run(client.complete(HELLO, stop=["END"], schema=SCHEMA, seed=1))
+        reply = asyncio.run(client.complete(HELLO, schema=SCHEMA, seed=1))
+        with pytest.raises(BadInput, match="stop"):
+            asyncio.run(client.complete(HELLO, stop=["END"]))
     assert (reply.text, reply.tool_calls, reply.usage) == ('{"n": 2}', (), Usage(7, 3))
     sent = server.requests[0].body
-    assert (sent["stop_sequences"], "seed" in sent) == (["END"], False)
-    assert sent["tool_choice"]["name"] == "answer"
+    assert ("seed" in sent, sent["tool_choice"]["name"]) == (False, "answer")
 
 
 @pytest.mark.parametrize(
@@ -470,31 +413,6 @@ def test_failures_of_an_agentscope_model_are_ours(step: Step, failure: str) -> N
     assert [event.failure for event in trace.of(ModelCall)] == [ModelFailure[failure].value]
 
 
-class OwnModel(ChatModelBase):
-    """A class that AgentScope does not ship: nothing is known of its arguments."""
-
-    def __init__(self, answer: Any) -> None:
-        super().__init__("own", False)
-        self.answer = answer
-
-    async def __call__(self, messages: list[Any], **options: Any) -> Any:
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
-
-def test_an_unknown_class_is_asked_plainly_and_its_arguments_are_not_guessed() -> None:
-    blocks: Any = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "yes"}]
-    client = as_client(OwnModel(ChatResponse(content=blocks)))
-    reply = asyncio.run(client.complete(HELLO))
-    assert (reply.text, reply.usage, reply.cost) == ("yes", None, None)
-    with pytest.raises(BadInput, match="OwnModel: temperature"):
-        asyncio.run(client.complete(HELLO, temperature=0.5))
-
-
-# AFlow's llms
-
-
 class AflowLlm:
     def __init__(self) -> None:
         self.prompts: list[str] = []
@@ -514,14 +432,9 @@ def test_an_aflow_llm_gets_one_prompt() -> None:
     assert llm.prompts[:2] == ["hello", "system: Be brief.\n\nuser: hello"]
     assert json.dumps(SCHEMA) in llm.prompts[2]
 
-
-@pytest.mark.parametrize("option", [{"temperature": 0.1}, {"max_tokens": 5}, {"tools": [TOOL]}])
-def test_what_an_aflow_llm_cannot_do_is_refused_rather_than_dropped(option: Any) -> None:
-    with pytest.raises(BadInput, match=next(iter(option))):
-        asyncio.run(as_client(AflowLlm()).complete(HELLO, **option))
-
-
-# as_client
+    for option in ({"temperature": 0.1}, {"tools": [TOOL]}):
+        with pytest.raises(BadInput, match=next(iter(option))):
+            asyncio.run(client.complete(HELLO, **option))
 
 
 @pytest.mark.parametrize("thing", [None, "gpt-4o", lambda prompt: "x", AflowLlm, object()])
@@ -530,12 +443,8 @@ def test_what_is_no_model_is_refused(thing: Any) -> None:
         as_client(thing)
 
 
-# The scripted model
-
-
 def test_a_script_answers_in_order_or_by_function() -> None:
     async def later(messages: Any) -> str:
-        await asyncio.sleep(0)
         return str(messages[-1]["content"]) + "!"
 
     async def ask(model: ScriptedModel, count: int) -> list[str]:
@@ -543,7 +452,6 @@ def test_a_script_answers_in_order_or_by_function() -> None:
 
     whole = Reply(text="b", model="x", usage=Usage(1, 2))
     assert asyncio.run(ask(ScriptedModel(["a", whole]), 2)) == ["a", "b"]
-    assert asyncio.run(ask(ScriptedModel(lambda m: m[0]["content"]), 1)) == ["hello"]
     assert asyncio.run(ask(ScriptedModel(later), 1)) == ["hello!"]
     model = ScriptedModel(["a"])
     with pytest.raises(ModelError, match="has 1 replies, this is call 2"):

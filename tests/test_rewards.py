@@ -18,7 +18,6 @@ from aflow_tune.contract.plugins import resolve
 from aflow_tune.scoring.asked_process import Undecided
 from aflow_tune.scoring.mathematics import equal_answers
 from aflow_tune.scoring.rewards import (
-    AgentRun,
     ToolCall,
     Usage,
     agent_reward,
@@ -47,16 +46,6 @@ def judge(name: str, row: dict[str, Any], response: Any, **rewards: Any) -> Any:
             return await shipped(f"{name}:{name}_judge")(row, response)
 
     return asyncio.run(run())
-
-
-def test_gsm8k_by_hand() -> None:
-    reward = shipped("gsm8k:gsm8k_reward")
-    assert reward("It is 42.", "6 x 7 = 42\n#### 42") == 1.0
-    assert reward("It is 41.", "#### 42") == reward("no idea", "#### 42") == 0.0
-    assert reward(r"\boxed{41}, or 42", "#### 42") == 0.0
-    assert reward(r"\boxed{\text{1{,}000 apples}}", "#### 1,000") == 1.0
-    with pytest.raises(ValueError, match="without a number"):
-        reward("42", "nothing")
 
 
 def test_answers_are_compared_from_many_threads_and_without_end() -> None:
@@ -146,18 +135,12 @@ def calls(*names: str) -> list[ToolCall]:
     return [ToolCall(name, number) for number, name in enumerate(names)]
 
 
-@pytest.mark.parametrize(
-    ("called", "wanted", "accuracy", "timed"),
-    [
-        ("ab", "ab", 1, 1),
-        ("abc", "ab", 0.8, 1),  # P 2/3, R 1
-        ("a", "abc", 0.5, 1),  # P 1, R 1/3
-        ("x", "a", 0, 1),
-        ("", "a", 0, 0),
-        ("", "", 1, 1),
-        ("a", "", 0.5, 0),
-    ],
-)
+# ab of abc: P 2/3, R 1; a of abc: P 1, R 1/3.
+TOOLS: list[Any] = [("ab", "ab", 1, 1), ("abc", "ab", 0.8, 1), ("a", "abc", 0.5, 1)]
+TOOLS += [("x", "a", 0, 1), ("", "a", 0, 0), ("", "", 1, 1), ("a", "", 0.5, 0)]
+
+
+@pytest.mark.parametrize(("called", "wanted", "accuracy", "timed"), TOOLS)
 def test_accuracy_is_f1_of_the_tools_and_timing_whether_one_was_called_when_needed(
     called: str, wanted: str, accuracy: float, timed: float
 ) -> None:
@@ -174,15 +157,12 @@ def test_efficiency_wrong_and_redundant_calls() -> None:
 
 
 def test_the_sum_of_an_agent_by_hand() -> None:
-    perfect = AgentRun(completion=1, calls=calls("a", "b"), steps=3)
-    assert agent_reward(perfect, ["a", "b"]).reward == pytest.approx(1)
+    assert agent_reward(1, calls("a", "b"), ["a", "b"], steps=3)[0] == pytest.approx(1)
     # 0.40 + 0.25 * 0.8 + 0.15 * 5/10 + 0.10 + 0.10 * 0 - 0.3 - 0.2 - 0.1
-    run = AgentRun(
-        completion=1, calls=[*calls("a", "b", "c"), ToolCall("a", 0)], steps=10, format_errors=1
-    )
-    result = agent_reward(run, ["a", "b"])
-    assert result.reward == pytest.approx(0.175)
-    assert result.metrics() == {
+    made = [*calls("a", "b", "c"), ToolCall("a", 0)]
+    reward, metrics = agent_reward(1, made, ["a", "b"], steps=10, format_errors=1)
+    assert reward == pytest.approx(0.175)
+    assert metrics == {
         "agent/completion": 1.0,
         "agent/accuracy": pytest.approx(0.8),
         "agent/efficiency": 0.5,
@@ -193,19 +173,17 @@ def test_the_sum_of_an_agent_by_hand() -> None:
         "agent/penalty_format_error": pytest.approx(-0.1),
         "agent/penalty_time_out": 0.0,
     }
-    for told in ("needed: c", "a was called again", "10 steps where 5", "keep to the format"):
-        assert told in result.feedback
     # 0 + 0.25 + 0.15 + 0.10 + 0.10 - 0.5
-    late = AgentRun(completion=0, calls=calls("a"), steps=1, timed_out=True)
-    assert agent_reward(late, ["a"]).reward == pytest.approx(0.1)
+    late = agent_reward(0, calls("a"), ["a"], steps=1, timed_out=True)
+    assert late[0] == pytest.approx(0.1)
     # No tool was wanted: 0.40 + 0.25 * 0.5 + 0.15 + 0 + 0.10 - 0.3
-    needless = AgentRun(completion=1, calls=calls("a"), steps=1)
-    assert agent_reward(needless, []).reward == pytest.approx(0.475)
-    wild = AgentRun(completion=0, calls=calls(*"xxxxxxxxxx"), steps=10)
-    assert agent_reward(wild, ["a"]).reward == -1
+    assert agent_reward(1, calls("a"), [], steps=1)[0] == pytest.approx(0.475)
+    wild = 0, calls(*"xxxxxxxxxx"), ["a"]
+    assert agent_reward(*wild, steps=10)[0] == -1
     # 0.15 * 2/10 + 0.10 (a tool was needed and called) + 0.10 - 10 * 0.01
     mild = AgentRewardSection(wrong_tool=0.01)
-    assert agent_reward(wild, ["a"], 2, mild).reward == pytest.approx(0.13)
+    found = agent_reward(*wild, steps=10, optimal_steps=2, settings=mild)
+    assert found[0] == pytest.approx(0.13)
 
 
 def test_the_agent_judge() -> None:

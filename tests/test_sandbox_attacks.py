@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -169,19 +170,6 @@ def test_it_reaches_no_socket(backend: str, outside: Path) -> None:
         listener.settimeout(0.2)
         listeners.append((name, listener))
     os.chmod(outside / "socket", 0o777)
-    stop = threading.Event()
-
-    def wait(name: str, listener: socket.socket) -> None:
-        while not stop.is_set():
-            try:
-                listener.accept() if name == "tcp" else listener.recv(10)
-                reached.append(name)
-            except TimeoutError:
-                continue
-
-    threads = [threading.Thread(target=wait, args=pair) for pair in listeners]
-    for thread in threads:
-        thread.start()
     program = """
 import socket, subprocess, struct
 tcp, udp, path, abstract = sys.stdin.read().split("\\n")
@@ -216,12 +204,10 @@ print("end")
 """
     ports = [str(listener.getsockname()[1]) for _, listener in listeners[:2]]
     ended = run(backend, TRY + program, "\n".join([*ports, str(outside / "socket"), abstract[1:]]))
-    time.sleep(0.3)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    for _, listener in listeners:
-        listener.close()
+    for name, listener in listeners:
+        with contextlib.closing(listener), contextlib.suppress(TimeoutError):
+            listener.accept() if name == "tcp" else listener.recv(10)
+            reached.append(name)
     assert ended.stdout.endswith("end\n"), ended.stderr
     assert "gaierror" in ended.stdout
     assert reached == []
@@ -253,8 +239,6 @@ while True:
 """
 MEMORY_BOMBS = {
     "one process": GROW,
-    "at once": "x = b'x' * 10_000_000_000",
-    "many processes": "import os\nfor _ in range(4):\n    os.fork()\n" + GROW,
     "many below half each": """
 import os, time
 for _ in range(4):
@@ -318,13 +302,6 @@ def test_memory_bombs_are_held(backend: str, name: str) -> None:
 
 DISK_BOMBS = {
     "one file": "f = open('big', 'wb')\nwhile True:\n    f.write(b'x' * 1_000_000)",
-    "many files": """
-n = 0
-while True:
-    n += 1
-    with open(f"file{n}", "wb") as f:
-        f.write(b"x" * 1_000_000)
-""",
     "without a name": """
 import os
 kept = []
@@ -408,14 +385,10 @@ def test_disk_bombs_are_held_and_leave_nothing(backend: str, name: str) -> None:
 def test_endless_output_ends_the_program(backend: str, stream: str) -> None:
     program = f"import sys\nwhile True:\n    sys.{stream}.write('x' * 65536)"
     ended = run(backend, program, output_kb=100)
-    assert ended.ending is Ending.TOO_MUCH_OUTPUT
-    assert ended.limits_hit == ("output_kb",)
+    assert (ended.ending, ended.limits_hit) == (Ending.TOO_MUCH_OUTPUT, ("output_kb",))
     assert getattr(ended, stream) == "x" * 100 * 1024
-
-
-def test_output_without_an_end_of_its_own_children(backend: str) -> None:
-    program = "import subprocess\nsubprocess.Popen(['/usr/bin/yes'])\nimport time\ntime.sleep(60)"
-    assert run(backend, program, output_kb=100).ending is Ending.TOO_MUCH_OUTPUT
+    child = "import subprocess, time\nsubprocess.Popen(['/usr/bin/yes'])\ntime.sleep(60)"
+    assert run(backend, child, output_kb=100).ending is Ending.TOO_MUCH_OUTPUT
 
 
 def test_it_neither_traces_nor_signals_others(
@@ -457,9 +430,13 @@ for pid in targets:
 attempt(os.kill, -1, signal.SIGTERM)
 attempt(os.kill, -1, signal.SIGKILL)
 """
-    nice = psutil.Process().nice()
-    affinity = psutil.Process(victim.pid).cpu_affinity()
-    files = psutil.Process(victim.pid).rlimit(psutil.RLIMIT_NOFILE)
+
+    def about_victim() -> tuple[Any, ...]:
+        process = psutil.Process(victim.pid)
+        limits = process.rlimit(psutil.RLIMIT_NOFILE)
+        return process.nice(), process.cpu_affinity(), limits, psutil.Process().nice()
+
+    before = about_victim()
     try:
         run(backend, TRY + program, f"{os.getpid()} {victim.pid}")
         time.sleep(0.1)
@@ -472,14 +449,10 @@ attempt(os.kill, -1, signal.SIGKILL)
     assert "TracerPid:\t0" in about.read_text()
     # On a busy machine it may only be about to sleep; one that was stopped stays so.
     assert eventually(lambda: "State:\tS" in about.read_text())
-    assert psutil.Process().nice() == nice
-    assert psutil.Process(victim.pid).nice() == nice
-    assert psutil.Process(victim.pid).cpu_affinity() == affinity
-    assert psutil.Process(victim.pid).rlimit(psutil.RLIMIT_NOFILE) == files
+    assert about_victim() == before
 
 
 LEAVERS = {
-    "a child": "import subprocess\nsubprocess.Popen(['/usr/bin/sleep', '{mark}'])",
     "twice forked, own session": """
 import os
 if os.fork() == 0:
@@ -507,31 +480,15 @@ if os.fork() == 0:
     os.setsid()
     os.execv("/usr/bin/sleep", ["sleep", "{mark}"])
 """,
-    "many, quickly": """
-import os
-for _ in range(10):
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            os.execv("/usr/bin/sleep", ["sleep", "{mark}"])
-        os._exit(0)
-""",
 }
 
 
-@pytest.mark.parametrize("name", LEAVERS)
+@pytest.mark.parametrize("name", [*LEAVERS, "its time"])
 def test_nothing_outlives_the_program(backend: str, name: str) -> None:
     mark = f"12{secrets.randbelow(10**9)}.5"
-    ended = run(backend, LEAVERS[name].replace("{mark}", mark))
-    assert ended.ok, ended.stderr
-    assert not [command for command in commands() if mark in command]
-
-
-def test_nothing_outlives_its_time(backend: str) -> None:
-    mark = f"12{secrets.randbelow(10**9)}.5"
-    program = LEAVERS["deaf to signals"].replace("{mark}", mark) + "\nwhile True: pass"
-    ended = run(backend, program, seconds=1)
-    assert ended.ending is Ending.TIMED_OUT
+    program = LEAVERS.get(name, LEAVERS["deaf to signals"] + "\nwhile True: pass")
+    ended = run(backend, program.replace("{mark}", mark), seconds=60 if name in LEAVERS else 1)
+    assert ended.ending is (Ending.FINISHED if name in LEAVERS else Ending.TIMED_OUT)
     assert not [command for command in commands() if mark in command]
 
 
@@ -560,30 +517,24 @@ time.sleep(5)
     rights: set[str] = set()
     users: set[str] = set()
     filters: set[tuple[str, str]] = set()
-    done = threading.Event()
 
-    def look() -> None:
-        while not done.wait(0.02):
-            for process in below():
-                here = Path(f"/proc/{process.pid}")
-                try:
-                    if (here / "comm").read_text().strip() != mark:
-                        continue
-                    lines = (here / "status").read_text().splitlines()
-                    about = dict(line.split(":\t", 1) for line in lines)
-                    spaces.add(tuple(os.readlink(here / "ns" / name) for name in names))
-                except OSError:
+    def look() -> float:
+        for process in below():
+            here = Path(f"/proc/{process.pid}")
+            with contextlib.suppress(OSError):
+                if (here / "comm").read_text().strip() != mark:
                     continue
+                lines = (here / "status").read_text().splitlines()
+                about = dict(line.split(":\t", 1) for line in lines)
+                spaces.add(tuple(os.readlink(here / "ns" / name) for name in names))
                 rights.update(about[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb"))
                 users.update(about["Uid"].split() + about["Gid"].split())
                 users.update(about["Groups"].split() if os.geteuid() == 0 else ())
                 filters.add((about["Seccomp"], about["NoNewPrivs"]))
+        return 0.0
 
-    watching = threading.Thread(target=look)
-    watching.start()
-    run(backend, TRY + program, mark)
-    done.set()
-    watching.join()
+    with Watcher(look):
+        run(backend, TRY + program, mark)
     assert rights == {"0" * 16}
     assert "0" not in users
     assert filters == {("2", "1")}
@@ -614,11 +565,6 @@ for n in range(3, 1024):
     assert run(backend, program).stdout.split() == ["0", "1", "2"]
 
 
-def test_closed_streams_are_no_way_out(backend: str) -> None:
-    program = "import os\nos.closerange(0, 1024)\nwhile True: pass"
-    assert run(backend, program, seconds=1).ending is Ending.TIMED_OUT
-
-
 @pytest.mark.parametrize(
     ("program", "ending", "code"),
     [
@@ -628,6 +574,7 @@ def test_closed_streams_are_no_way_out(backend: str) -> None:
         ("import os; os.abort()", Ending.FAILED, -6),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", Ending.FAILED, -9),
         ("import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)", None, None),
+        ("import os\nos.closerange(0, 1024)\nwhile True: pass", None, None),
     ],
 )
 def test_how_it_ended_is_what_it_did(

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from aflow_tune.scoring import mathematics, numbers, qa
-from aflow_tune.scoring.asked_process import Refused, Undecided, check_expression
+from aflow_tune.scoring.asked_process import Undecided
 from aflow_tune.scoring.mathematics import published_equal
 
 _FILE = Path(__file__).with_name("scored_answers.yaml")
@@ -143,22 +143,10 @@ def test_an_answer_that_is_code_is_no_mathematics(tmp_path: Path) -> None:
         f"sympify(\"open('{mark}', 'w')\")",
         f"[c for c in ().__class__.__base__.__subclasses__()] and open('{mark}', 'w')",
         f"lambdify(x, \"open('{mark}', 'w')\")(1)",
+        f"preview(Symbol('x').subs(1, open('{mark}', 'w')))",
     ):
         assert mathematics.score_published(rf"\boxed{{{text}}}", r"\boxed{7}").value == 0
     assert not mark.exists()
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        *("().__class__", "S('1')", "getattr(x, 'y')", "lambda: 1", "Symbol('x').subs(1, 2)"),
-        *("f(x)(y)", "preview(Integer(1))", "'text'", "[i for i in x]", "f'{x}'"),
-        "sympify (Symbol ('x' ))",
-    ],
-)
-def test_refused_expressions(code: str) -> None:
-    with pytest.raises(Refused):
-        check_expression(code)
 
 
 @pytest.mark.slow

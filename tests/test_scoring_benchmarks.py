@@ -15,7 +15,6 @@ from aflow_tune.sandbox import run_program_sync
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.scoring import BENCHMARKS, find, score_answer, score_both
 from aflow_tune.scoring.benchmarks import Scores, score_all
-from aflow_tune.scoring.numbers import shallow_boxed
 from aflow_tune.scoring.types import RULES, Score
 
 Row = dict[str, Any]
@@ -38,18 +37,12 @@ def _altered(name: str, rows: Sequence[Row], alter: Callable[[str], str]) -> Sco
     return asyncio.run(score_all(benchmark, rows, answers))
 
 
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        ("gsm8k", "gsm8k_validate"),
-        ("gsm8k", "gsm8k_train"),
-        ("math", "math_validate"),
-        ("hotpotqa", "hotpotqa_validate"),
-        ("drop", "drop_validate"),
-    ],
-)
-def test_every_gold_answer_scores_one(name: str, file: str) -> None:
-    scores = _gold(name, rows_of(file))
+FILES = ("gsm8k_validate", "gsm8k_train", "math_validate", "hotpotqa_validate", "drop_validate")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_gold_answer_scores_one(file: str) -> None:
+    scores = _gold(file.partition("_")[0], rows_of(file))
     for rule in RULES:
         assert [n for n, value in enumerate(scores.values(rule)) if value != 1] == []
 
@@ -81,22 +74,6 @@ def test_altered_numbers_score_zero() -> None:
     scores = _altered("gsm8k", rows_of("gsm8k_validate"), _next_number)
     for rule in RULES:
         assert set(scores.values(rule)) == {0.0}
-
-
-@pytest.mark.slow
-def test_altered_mathematics_scores_zero() -> None:
-    def alter(solution: str) -> str:
-        head, _, tail = solution.rpartition("\\boxed{")
-        return head + "\\boxed{17 + q^3 + " + tail
-
-    rows = rows_of("math_validate")
-    scores = _altered("math", rows, alter)
-    assert set(scores.values("strict")) == {0.0}
-    # The published rule sees no box with two levels of braces and compares last sentences.
-    seen = [bool(shallow_boxed(row["solution"])) for row in rows]
-    published = zip(scores.values("published"), seen, strict=True)
-    assert {value for value, boxed in published if boxed} == {0.0}
-    assert seen.count(False) == 4
 
 
 @pytest.mark.parametrize("name", ["hotpotqa", "drop"])

@@ -12,7 +12,7 @@ import yaml
 
 from aflow_tune.sandbox import run_program_sync
 from aflow_tune.sandbox.types import Limits, SandboxUnavailable
-from aflow_tune.scoring import score_both
+from aflow_tune.scoring import code, score_both
 from aflow_tune.scoring.code import CodeVerdict, check_code, check_together
 
 TESTS = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 9\n"
@@ -37,14 +37,6 @@ def _check(
     return asyncio.run(check_code(solution, tests, entry_point, limits=limits, **settings))
 
 
-@pytest.mark.parametrize(
-    "solution",
-    ["def f(x): return x * x", "f = lambda x: x ** 2", "print('noise')\ndef f(x): return x * x"],
-)
-def test_right_programs_pass(solution: str) -> None:
-    assert _check(solution) == CodeVerdict(True, "")
-
-
 _FOLDER = Path(__file__).parent
 HOSTILE = yaml.safe_load((_FOLDER / "hostile_programs.yaml").read_text("utf-8"))
 ATTACKS, FORGED, RAW = HOSTILE["attacks"], HOSTILE["forged"], HOSTILE["forging"]
@@ -53,13 +45,25 @@ PROGRAMS, LIES = UNUSUAL["programs"], UNUSUAL["lies"]
 PLAIN = "assert f(2) == 4\nassert f(3) == 9"
 ENDLESS = ("closes the channel", "endless")
 """Those that only their time ends."""
+SWALLOWS = (
+    "def check(candidate):\n    assert True\n    try:\n        assert candidate(1) == 2\n"
+    "    except Exception:\n        pass"
+)
+
+
+async def _passes(*_: Any, **__: Any) -> CodeVerdict:
+    """In the place of `check_together`: as if a program had won over the tests in its process."""
+    return CodeVerdict(True, "")
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_what_a_program_forges_is_wrong_and_not_unscored(name: str) -> None:
+def test_what_a_program_forges_is_wrong_and_not_unscored(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tests = TESTS + "    assert candidate(limit) == 4\n"
     assert _check(RAW + FORGED[name], tests).passed is False
-    assert _check(RAW + FORGED[name], tests, seconds=15, passes_together=True).passed is not True
+    monkeypatch.setattr(code, "check_together", _passes)
+    assert _check(RAW + FORGED[name], tests, seconds=15).passed is not True
 
 
 @pytest.mark.parametrize(
@@ -73,13 +77,12 @@ def test_what_a_program_forges_is_wrong_and_not_unscored(name: str) -> None:
         '"result": 5',
     ],
 )
-def test_a_forged_reply_is_no_exception_that_tests_can_swallow(reply: str) -> None:
-    swallows = (
-        "def check(candidate):\n    assert True\n    try:\n        assert candidate(1) == 2\n"
-        "    except Exception:\n        pass"
-    )
+def test_a_forged_reply_is_no_exception_that_tests_can_swallow(
+    reply: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code, "check_together", _passes)
     forges = f"def f(x):\n    raw('{{\"turn\": 2, {reply}}}')\n    time.sleep(9)"
-    verdict = _check(RAW + forges, swallows, passes_together=True)
+    verdict = _check(RAW + forges, SWALLOWS)
     assert (verdict.passed, verdict.reason[:20]) == (False, "a call gave no value")
 
 
@@ -91,9 +94,11 @@ def test_no_attack_passes(attack: str) -> None:
 
 
 @pytest.mark.parametrize("attack", [name for name in ATTACKS if name not in ENDLESS])
-def test_no_attack_passes_apart_from_the_tests(attack: str) -> None:
-    # As if each had won over the tests in its own process.
-    assert _check(ATTACKS[attack], passes_together=True).passed is not True
+def test_no_attack_passes_apart_from_the_tests(
+    attack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code, "check_together", _passes)
+    assert _check(ATTACKS[attack]).passed is not True
 
 
 def test_expected_exceptions_pass_and_swallowed_ones_do_not() -> None:
@@ -104,15 +109,8 @@ def test_expected_exceptions_pass_and_swallowed_ones_do_not() -> None:
     assert _check("def f(x): raise ValueError('neg')", expects).passed is True
     assert _check("def f(x): raise KeyError('neg')", expects).passed is False
     assert _check("def f(x): return 1", expects).passed is False
-    swallows = (
-        "def check(candidate):\n    assert True\n    try:\n        assert candidate(1) == 2\n"
-        "    except Exception:\n        pass"
-    )
-    verdict = _check("def f(x): raise KeyError", swallows)
-    assert (verdict.passed, verdict.reason) == (
-        False,
-        "a call raised KeyError, which no test names",
-    )
+    verdict = _check("def f(x): raise KeyError", SWALLOWS)
+    assert verdict == CodeVerdict(False, "a call raised KeyError, which no test names")
 
 
 @pytest.mark.parametrize(
@@ -124,14 +122,6 @@ def test_expected_exceptions_pass_and_swallowed_ones_do_not() -> None:
 )
 def test_tests_that_say_nothing_leave_it_unscored(tests: str) -> None:
     assert _check("def f(x): return 1", tests).passed is None
-
-
-def test_objects_of_the_solution_can_be_handed_back() -> None:
-    pairs = (
-        "class Pair:\n    def __init__(self, a, b): self.a, self.b = a, b\n"
-        "def f(pairs): return sum(p.a * p.b for p in pairs)"
-    )
-    assert _check(pairs, "assert f([Pair(1, 2), Pair(3, 4)]) == 14").passed is True
 
 
 # Programs that return or take what is no plain value: a right program, what a wrong one does

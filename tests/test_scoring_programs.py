@@ -41,7 +41,6 @@ def _same(first: str, second: str) -> bool:
             "def square(x):\n    return twice(x)",
         ),
         ("def other(x):\n    return x", ""),
-        ("one line of words", "one line of words"),
         ("two lines\nof words", "two lines"),
         # Of two runs of equal length the first; only whole lines count.
         ("x = 1\ny = 2\n???\nsquare = 3\nz = 4", ""),
@@ -120,7 +119,6 @@ def test_values_that_arrive_otherwise() -> None:
     assert _travel(Always(7)) == 7
     assert _travel(Always(7)) != 8
     assert (_travel(Point(1, 2)), type(_travel(Point(1, 2)))) == ((1, 2), tuple)
-    assert type(_travel(collections.OrderedDict(a=1))) is dict
     assert _travel({1: 2}.keys()) == {1}
     assert list(_travel(map(str, [1, 2]))) == ["1", "2"]
     assert sorted(_travel({1: [2]}.values())) == [[2]]

@@ -4,9 +4,9 @@
 `Spend` counts and limits what they use. Importing this room imports no SDK.
 """
 
-from aflow_tune.models.adapters import as_client as as_client
 from aflow_tune.models.cache import ResponseCache as ResponseCache
 from aflow_tune.models.client import ScriptedModel as ScriptedModel
+from aflow_tune.models.client import as_client as as_client
 from aflow_tune.models.clients import make_client as make_client
 from aflow_tune.models.spend import Spend as Spend
 from aflow_tune.models.spend import current_spend as current_spend

@@ -1,19 +1,16 @@
 """A cache of answers, for evaluation: the same question to the same model is asked once.
 
-An entry is a file named by a digest of everything that can change the answer: who answers,
-messages, sampling arguments, schema, tools, seed, which sample of the evaluation it is, and how
-often the question was asked before in that sample (an ensemble must get different answers). A file
-that cannot be read is replaced. Entries hold answers, never requests or keys.
-
-Training activates no cache. Models whose answers change under one name are not cached: those being
-tuned, AgentScope's, and servers of this machine, unless `weights` says which weights answer.
+An entry is a file named by a digest of who answers, the question with its arguments, the sample of
+the evaluation, and how often the question was asked before in that sample (an ensemble must get
+different answers). It holds an answer, never a request or key. Models whose answers change under
+one name are not cached: those being tuned, AgentScope's, and servers of this machine, unless
+`weights` says which weights answer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import ipaddress
 import json
 import threading
 import urllib.parse
@@ -29,27 +26,24 @@ from aflow_tune.files import write_whole
 from aflow_tune.models.redaction import scrub
 from aflow_tune.models.types import Ask, Reply, Usage
 
-_FORMAT = 1
-"""Part of every key: raised when entries change their meaning."""
+_FORMAT = 1  # part of every key: raised when entries change their meaning
 
 
 class ResponseCache:
-    """Entries below `folder`, which is made where it is missing."""
-
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
     @contextlib.contextmanager
     def activate(self, sample: int | str = 0, weights: str = "") -> Iterator[CacheUse]:
-        """Let the calls of this context, and of everything it starts, use this cache. Each `sample`
-        of an evaluation has answers of its own; `weights`: a digest of what local servers serve."""
+        """Let the calls of this context use this cache. Each `sample` of an evaluation has answers
+        of its own; `weights`: a digest of what local servers serve."""
         with within(_current, CacheUse(self.folder, str(sample), weights)) as use:
             yield use
 
 
 @dataclass
 class CacheUse:
-    """The cache within one sample of one item: it knows what was asked there before."""
+    """The cache within one sample, which knows what was asked there before."""
 
     folder: Path
     sample: str
@@ -85,11 +79,9 @@ def read_entry(path: Path) -> Reply | None:
 
 def write_entry(path: Path, reply: Reply) -> None:
     """Keep the answer. A full or read-only disk costs the entry, not the evaluation."""
-    kept = ("text", "model", "finish_reason")
-    body = {name: getattr(reply, name) for name in kept} | {
-        "usage": None if reply.usage is None else vars(reply.usage),
-        "tool_calls": [dict(call) for call in reply.tool_calls],
-    }
+    body = {name: getattr(reply, name) for name in ("text", "model", "finish_reason")}
+    body["usage"] = None if reply.usage is None else vars(reply.usage)
+    body["tool_calls"] = [dict(call) for call in reply.tool_calls]
     text = json.dumps({"key": path.stem, "reply": body})
     if scrub(text) == text:  # else a server repeated a key in its answer
         with contextlib.suppress(OSError):
@@ -100,15 +92,10 @@ _current: ContextVar[CacheUse | None] = ContextVar("aflow_tune_response_cache", 
 
 
 def current_cache() -> CacheUse | None:
-    """The cache in force here, or None."""
     return _current.get()
 
 
 def _is_local(base_url: str | None) -> bool:
     """Whether an address is this machine's, where the same name may serve other weights."""
     host = urllib.parse.urlsplit(base_url or "").hostname or ""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-    return address.is_loopback or address.is_unspecified
+    return host.endswith("localhost") or host.startswith("127.") or host in ("::1", "::", "0.0.0.0")

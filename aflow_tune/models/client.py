@@ -1,18 +1,41 @@
-"""What all clients share, and the scripted one. Everything that counts or limits a call happens in
-`BaseClient`; a subclass says how one question is answered."""
+"""What all clients share, the scripted one, and clients over whatever a workflow was given.
+
+Everything that counts or limits a call happens in `BaseClient`; a subclass says how one question is
+answered. Calls of AgentScope's chat models go through the model itself, with its own records,
+retries and limits. The model being tuned is trained only on calls that are sampled as configured,
+so arguments that are None are not passed. An AFlow-style llm takes a prompt only.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from aflow_tune.errors import BadInput
 from aflow_tune.models.cache import current_cache, read_entry, write_entry
 from aflow_tune.models.prices import Price
 from aflow_tune.models.spend import Call, current_spend
-from aflow_tune.models.types import Ask, Message, ModelError, ModelFailure, Reply
+from aflow_tune.models.types import (
+    ANSWER_TOOL,
+    Ask,
+    BadReply,
+    Message,
+    ModelClient,
+    ModelError,
+    ModelFailure,
+    Reply,
+    Usage,
+    answer_tool,
+    model_error,
+    read_blocks,
+    response_format,
+    text_of,
+)
 
 
 class BaseClient:
@@ -23,9 +46,8 @@ class BaseClient:
         self.role, self.model, self.price = role, model, price
 
     async def complete(self, messages: Sequence[Message], **options: Any) -> Reply:
-        """One answer; arguments as of `types.ModelClient`. Raises as that, and BadInput: the
-        messages are malformed, this client cannot pass an argument on, or the price is not known
-        where the budget limits money."""
+        """One answer: `types.ModelClient`. Also raises BadInput: the messages are malformed, this
+        client cannot pass an argument on, or a limit on money lacks the price."""
         ask = self._with_defaults(Ask(messages=messages, **options))
         ask.check()
         most = ask.most_prompt_tokens, self._most_tokens(ask)
@@ -44,7 +66,7 @@ class BaseClient:
         return reply
 
     def _with_defaults(self, ask: Ask) -> Ask:
-        """The question with what the client's configuration says where it says nothing."""
+        """The question with the client's configuration filled in."""
         return ask
 
     def _endpoint(self) -> Mapping[str, Any] | None:
@@ -56,17 +78,14 @@ class BaseClient:
         return ask.max_tokens
 
     async def _answer(self, ask: Ask, call: Call) -> Reply:
-        """Ask the model inside of `async with call`, and settle that as soon as a reply is there;
-        usage, cost and seconds of the reply are filled in by the caller."""
+        """Ask the model inside of `async with call`, and settle that with the reply, whose usage,
+        cost and seconds the caller fills in."""
         raise NotImplementedError
 
 
 class ScriptedModel(BaseClient):
-    """A `ModelClient` that answers from a list, in order, or from a function of the messages.
-
-    `replies`: texts (which have no usage), whole replies and errors to raise; or a function, plain
-    or async, of the messages. `asked` holds every question, in the order in which they came.
-    """
+    """A `ModelClient` that answers from a list of texts, replies and errors to raise, in order; or
+    from a function of the messages, plain or async. `asked` holds every question, in order."""
 
     def __init__(
         self,
@@ -100,3 +119,125 @@ class ScriptedModel(BaseClient):
             reply = said if isinstance(said, Reply) else Reply(text=str(said), model=self.model)
             call.settle(reply.usage)
             return reply
+
+
+def as_client(model: Any, role: str = "policy", price: Price | None = None) -> ModelClient:
+    """A client over `model`: a client (returned as it is), an AgentScope chat model such as the one
+    that a tuned workflow gets, or an AFlow-style llm, `await llm(prompt) -> str`. Calls are counted
+    under `role`. `price` None: that of the role, if the run has one. BadInput: it is none of these.
+    """
+    if inspect.iscoroutinefunction(getattr(model, "complete", None)) and hasattr(model, "role"):
+        client: ModelClient = model
+        return client
+    agentscope = sys.modules.get("agentscope.model._model_base")  # imports nothing by itself
+    if agentscope is not None and isinstance(model, agentscope.ChatModelBase):
+        return AgentScopeClient(model, role, price)
+    call = model if inspect.isroutine(model) else getattr(type(model), "__call__", None)  # noqa: B004
+    if not isinstance(model, type) and inspect.iscoroutinefunction(call):
+        return AflowLlmClient(model, role, price)
+    expected = "a client of aflow_tune.models, an AgentScope chat model, or an async llm(prompt)"
+    found = f"{type(model).__module__}.{type(model).__qualname__}"
+    fix = "pass `make_client(ModelSettings(model=...))`, or the model your workflow gets"
+    raise BadInput.of("This cannot be used as a model.", "model", expected, found, fix)
+
+
+class _Adapter(BaseClient):
+    """A client over `inner`, whose exceptions become ours. Subclasses have `_ask`."""
+
+    inner: Any
+    key = ""
+    _ask: Callable[[Ask, dict[str, Any], Call], Awaitable[Reply]]
+
+    async def _answer(self, ask: Ask, call: Call) -> Reply:
+        sampling = {name: getattr(ask, name) for name in ("temperature", "top_p", "max_tokens")}
+        sampling["stop"] = list(ask.stop) or None
+        given = {name: value for name, value in sampling.items() if value is not None}
+        try:
+            return await self._ask(ask, given, call)
+        except Exception as error:
+            failure = model_error(error, self.model, [self.key])
+            if failure is None:
+                raise
+        # Outside of the handler: an SDK's exception holds the whole request.
+        raise failure
+
+
+class AgentScopeClient(_Adapter):
+    """A `ModelClient` over an AgentScope chat model."""
+
+    def __init__(self, model: Any, role: str = "policy", price: Price | None = None) -> None:
+        super().__init__(role, str(getattr(model, "model_name", type(model).__name__)), price)
+        self.inner = model
+        kinds = {kind.__name__ for kind in type(model).__mro__}
+        self._takes = kinds & {"OpenAIChatModel", "DashScopeChatModel"}
+        key = getattr(getattr(model, "client", None), "api_key", "")
+        self.key = key if isinstance(key, str) and len(key) > 6 else ""
+
+    async def _ask(self, ask: Ask, given: dict[str, Any], call: Call) -> Reply:
+        options = self._options(ask, given)
+        messages = [{"content": None, **message} for message in ask.messages]
+        async with call:
+            response = await self.inner(messages, **options)
+            if hasattr(type(response), "__aiter__"):
+                parts = [part async for part in response]
+                response = parts[-1] if parts else None  # each holds all that was said so far
+            told = getattr(response, "usage", None)
+            used = getattr(told, "input_tokens", None), getattr(told, "output_tokens", None)
+            known = all(isinstance(count, int) for count in used)
+            call.settle(Usage(*used) if known else None)  # type: ignore[arg-type]
+            blocks = getattr(response, "content", None)
+            if not isinstance(blocks, list | tuple):
+                raise BadReply(f"the model returned no blocks but {response!r:.200}")
+            text, calls = read_blocks(blocks, ask.schema)
+            reason = "tool_calls" if calls else "stop"
+            return Reply(text=text, model=self.model, finish_reason=reason, tool_calls=calls)
+
+    def _options(self, ask: Ask, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that were asked for. BadInput: this class may not take them."""
+        if given and not self._takes:
+            title, where = "This model cannot be asked so.", type(self.inner).__name__
+            told = "a class that takes OpenAI's arguments", ", ".join(given)
+            raise BadInput.of(title, where, *told, "set them when the model is built")
+        options = dict(given)
+        if ask.seed is not None and self._takes:
+            options["seed"] = ask.seed
+        tools = [dict(tool) for tool in ask.tools]
+        if ask.schema is not None and "OpenAIChatModel" in self._takes:
+            options["response_format"] = response_format(ask.schema)
+        elif ask.schema is not None:
+            tools.append(answer_tool(ask.schema))
+            options["tool_choice"] = ANSWER_TOOL if len(tools) == 1 else "required"
+        return {**options, "tools": tools} if tools else options
+
+    def _most_tokens(self, ask: Ask) -> int | None:
+        if ask.max_tokens is not None:
+            return ask.max_tokens
+        configured = getattr(self.inner, "generate_kwargs", None) or {}
+        limit = configured.get("max_completion_tokens", configured.get("max_tokens"))
+        return limit if isinstance(limit, int) else getattr(self.inner, "max_tokens", None)
+
+
+class AflowLlmClient(_Adapter):
+    """A `ModelClient` over `await llm(prompt) -> str`."""
+
+    def __init__(self, llm: Any, role: str = "executor", price: Price | None = None) -> None:
+        name = getattr(getattr(llm, "config", None), "model", None)
+        super().__init__(role, name if isinstance(name, str) else type(llm).__name__, price)
+        self.inner = llm
+
+    async def _ask(self, ask: Ask, given: dict[str, Any], call: Call) -> Reply:
+        if given or ask.tools:
+            title, where = "An AFlow llm cannot be asked this.", ", ".join(given) or "tools"
+            raise BadInput.of(title, where, "a prompt only", where, "leave it out")
+        parts = [f"{m['role']}: {text_of(m.get('content'))}" for m in ask.messages]
+        if len(parts) == 1:
+            parts = [text_of(ask.messages[0].get("content"))]
+        if ask.schema is not None:
+            schema = json.dumps(dict(ask.schema), ensure_ascii=False)
+            parts.append(f"Answer with JSON that follows this schema, and nothing else:\n{schema}")
+        async with call:
+            text = await self.inner("\n\n".join(parts))
+            call.settle(None)
+            if not isinstance(text, str):
+                raise BadReply(f"the llm returned no text but {text!r:.200}")
+            return Reply(text=text, model=self.model)

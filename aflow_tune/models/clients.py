@@ -30,11 +30,10 @@ _clients: ContextVar[Mapping[str, ModelClient]] = ContextVar("aflow_tune_clients
 
 
 def make_client(settings: ModelSettings, role: str = "executor") -> HttpClient:
-    """The client that the settings describe. Raises BadInput: the settings are wrong, or the key is
-    not in the environment."""
-    from aflow_tune.models.http_client import AnthropicClient, OpenAIClient
+    """The client that the settings describe. BadInput: they are wrong, or the key is not set."""
+    from aflow_tune.models.http_client import AnthropicClient, HttpClient
 
-    kind = AnthropicClient if settings.provider == "anthropic" else OpenAIClient
+    kind = AnthropicClient if settings.provider == "anthropic" else HttpClient
     return kind(settings, role)
 
 
@@ -46,8 +45,7 @@ def use_clients(clients: Mapping[str, ModelClient]) -> Iterator[None]:
 
 
 def client_for(role: str) -> ModelClient:
-    """The model that the configuration names `role` under `models:`. Raises BadInput: there is none
-    of that name here."""
+    """The model that the configuration names `role` under `models:`. BadInput: there is none."""
     clients = _clients.get({})
     if role not in clients:
         title, where = "A workflow asked for a model that is not configured.", f"models.{role}"
@@ -59,8 +57,8 @@ def client_for(role: str) -> ModelClient:
 
 @dataclass(frozen=True)
 class RunSpend:
-    """What one run may spend, where that is counted, and the models that it names: small enough to
-    travel with every task. Holds names of environment variables, never keys."""
+    """What one run may spend, where that is counted, and the models that it names. Travels with
+    every task; holds names of environment variables, never keys."""
 
     account: str
     """File of the run's `Spend`, shared by its processes."""
@@ -80,8 +78,8 @@ class RunSpend:
             return spend.reached() if spend.limited else None
 
     def start(self) -> None:
-        """Forget what a killed command had under way, and what this process knows of an earlier
-        run with the same file, which may be gone. For the start of a run."""
+        """At the start of a run: forget what a killed command had under way, and what this process
+        knows of an earlier run with the same file."""
         with _lock:
             for key in [key for key in _made if key[0] == self.account]:
                 del _made[key]
@@ -94,9 +92,8 @@ class RunSpend:
         key = self.account, repr((asdict(self.limits), models))
         with _lock:
             if key not in _made:
-                policy = self.models.get(POLICY, ModelSettings())
-                named = policy.provider, policy.base_url, policy.model or ""
-                price = price_of(*named, policy.prices)
+                tuned = self.models.get(POLICY, ModelSettings())
+                price = price_of(tuned.provider, tuned.base_url, tuned.model or "", tuned.prices)
                 clients = {
                     name: make_client(settings, settings.role or name)
                     for name, settings in self.models.items()
@@ -109,5 +106,4 @@ class RunSpend:
 
 _lock = threading.Lock()
 _made: dict[tuple[str, str], tuple[Spend, Mapping[str, ModelClient]]] = {}
-"""By the file and by what a run says. Clients share their limits on concurrency between all
-episodes of a process: so a process has one of each."""
+"""By the file and what a run says: all episodes of a process share a client's concurrency."""

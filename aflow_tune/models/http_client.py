@@ -1,26 +1,22 @@
 """Models behind OpenAI's and Anthropic's APIs, over the vendors' SDKs.
 
-The SDK authenticates, sends and retries: `retries` times, as long as the server asks for
-(`Retry-After`), else after `backoff` seconds, doubled each time. What came back is read here from
-its bytes, because the SDKs accept replies of any shape; a usage in it is settled before anything
-else can fail. All HTTP of a process runs in one event loop in a thread, where episodes share
-connections and the limits on concurrency (`benchmarks/client_overhead.py` measures the hand-over).
+The SDK authenticates, sends and retries: `retries` times, after what the server asks for
+(`Retry-After`), else after `backoff` seconds, doubled each time. Replies are read here from their
+bytes, because the SDKs accept any shape; a usage is settled before anything else can fail. All HTTP
+of a process runs in one event loop in a thread, where episodes share connections and limits.
 
-Not covered: streaming. Keys follow no redirect. Proxies are those of the environment.
+Not covered: streaming, images for Anthropic. Keys follow no redirect.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import os
 import random
-import ssl
 import threading
 import urllib.parse
-import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -30,7 +26,7 @@ import httpx2
 from aflow_tune.errors import BadInput
 from aflow_tune.models.client import BaseClient
 from aflow_tune.models.prices import price_of
-from aflow_tune.models.redaction import masked, short
+from aflow_tune.models.redaction import short
 from aflow_tune.models.settings import credentials
 from aflow_tune.models.spend import Call
 from aflow_tune.models.types import (
@@ -54,17 +50,13 @@ from aflow_tune.sections import ModelSettings
 
 T = TypeVar("T")
 
-LONGEST_BACKOFF = 30.0
-"""Seconds between two attempts, unless the server asks for more."""
-MOST_TOKENS = 10**9
-"""A reply that claims to have used more is not believed: no model has such a context."""
+LONGEST_BACKOFF = 30.0  # seconds between two attempts, unless the server asks for more
+MOST_TOKENS = 10**9  # a reply that claims to have used more is not believed
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What came of asking for a list of models. `access`: granted, refused, unreachable, unknown:
-    the answer says nothing about the key. `models` is None where no list came; `reason` never
-    holds a key."""
+    """A list of models. `access`: granted, refused, unreachable, or unknown."""
 
     access: str
     models: frozenset[str] | None = None
@@ -72,13 +64,13 @@ class Listing:
 
 
 class HttpClient(BaseClient):
-    """What both vendors' clients share. `role`: what the usage is counted under, unless the
-    settings say. BadInput: the settings are wrong, or the key is not in the environment."""
+    """A `ModelClient` for OpenAI and whatever speaks its chat-completions API. `role`: what the
+    usage is counted under, unless the settings say. BadInput: the settings are wrong, or the key
+    is not in the environment."""
 
-    address = ""
-    """The vendor's own address; below it, where requests go, and the list of models."""
-    path = ""
-    models_path = ""
+    address = "https://api.openai.com/v1"
+    path = "/chat/completions"
+    models_path = "/models"
 
     def __init__(self, settings: ModelSettings, role: str = "executor") -> None:
         role = settings.role or role
@@ -96,52 +88,32 @@ class HttpClient(BaseClient):
         return type(self), (self.settings, self.role)
 
     async def close(self) -> None:
-        """Close the connections. The next call opens new ones."""
+        """Close the connections, which the next call opens again."""
         sdk, self._sdk = self._sdk, None
         if sdk is not None and self._loop is _http_loop():
             await _in_http_loop(sdk.close)
 
     async def list_models(self, seconds: float) -> Listing:
-        """Ask once, for at most `seconds`, which models there are: that proves address and key, and
-        costs nothing. Not every compatible server has such a list; then nothing is known."""
-        once: Any = {"cast_to": httpx2.Response, "options": {"max_retries": 0}}
+        """Ask once, for at most `seconds`: proves address and key, free of charge."""
 
         async def ask() -> Listing:
+            once: Any = {"cast_to": httpx2.Response, "options": {"max_retries": 0}}
             async with self._slot() as sdk:
                 try:
                     async with asyncio.timeout(seconds):
                         response = await sdk.get(self.models_path, **once)
                     rows = json.loads(response.content)["data"]
                     return Listing("granted", frozenset(str(row["id"]) for row in rows))
-                except (LookupError, TypeError):
-                    return Listing("unknown", reason="its list of models cannot be read")
                 except Exception as error:
-                    kind, told = failure_of(error) or (ModelFailure.REFUSED, "it cannot be asked")
+                    unread = ModelFailure.BAD_REPLY, "it offers no list of models"
+                    kind, told = failure_of(error) or unread
                     status = getattr(error, "status_code", None)
-                    if status in (404, 405, 501):
-                        return Listing("unknown", reason="it offers no list of models")
                     access = "refused" if status in (401, 403) else "unknown"
                     if status is None and kind in (ModelFailure.CONNECTION, ModelFailure.TIMED_OUT):
                         access = "unreachable"
                     return Listing(access, reason=short(told, self._secrets))
 
         return await _in_http_loop(ask)
-
-    def _make_sdk(self, **options: Any) -> Any:
-        """The vendor's client."""
-        raise NotImplementedError
-
-    def _body(self, ask: Ask) -> dict[str, Any]:
-        """The JSON of a request; None is left out. BadInput: this API cannot be asked that."""
-        raise NotImplementedError
-
-    def _reply(self, ask: Ask, content: Mapping[str, Any]) -> Reply:
-        """The answer in a reply's JSON. Raises BadReply where it is not what the API promises."""
-        raise NotImplementedError
-
-    def _usage(self, told: Mapping[str, Any]) -> Usage | None:
-        """What the part `usage` of a reply says; None where it cannot be read."""
-        raise NotImplementedError
 
     def _with_defaults(self, ask: Ask) -> Ask:
         names = [n for n in ("temperature", "top_p", "max_tokens") if getattr(ask, n) is None]
@@ -208,7 +180,7 @@ class HttpClient(BaseClient):
         assert self._slots is not None
         async with self._slots:
             if self._sdk is None:
-                sdk = self._sdk = self._make_sdk(
+                self._sdk = self._make_sdk(
                     api_key=self._key or "none",
                     base_url=self.settings.base_url or self.address,
                     max_retries=self.settings.retries,
@@ -216,119 +188,16 @@ class HttpClient(BaseClient):
                     default_headers=self._headers,
                     http_client=_http(self.settings.timeout),
                 )
-                weakref.finalize(self, _close_later, loop, sdk).atexit = False
             yield self._sdk
 
-
-class _TimedClient(httpx2.AsyncClient):
-    """Bounds a request from the connection to the last byte."""
-
-    seconds = 0.0
-
-    async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
-        try:
-            async with asyncio.timeout(self.seconds):
-                return await super().send(request, **options)
-        except TimeoutError:
-            raise httpx2.ReadTimeout("the attempt took too long", request=request) from None
-
-
-def _http(seconds: float) -> httpx2.AsyncClient:
-    try:
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        client = _TimedClient(timeout=None, verify=_ssl_context(), limits=limits)
-        client.seconds = seconds
-        return client
-    except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
-        # No address was asked: proxies and certificates are those of the environment.
-        read = {"SSL_CERT_FILE", "SSL_CERT_DIR", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"}
-        names = ", ".join(sorted(name for name in os.environ if name.upper() in read))
-        title, expected = "No model behind an API can be asked.", "certificates, proxies that work"
-        found = f"{type(error).__name__}: {short(masked('', str(error)))}"
-        fix = "unset or correct them; a SOCKS proxy needs: pip install 'httpx2[socks]'"
-        raise BadInput.of(title, names or "the environment", expected, found, fix) from None
-
-
-def _patient(kind: type[Any], backoff: float) -> type[Any]:
-    """An SDK's client that waits as configured where the server does not say how long."""
-
-    class Patient(kind):
-        def _calculate_retry_timeout(
-            self, remaining_retries: int, options: Any, response_headers: Any = None
-        ) -> float:
-            if {"retry-after", "retry-after-ms"} & set(response_headers or ()):
-                told = remaining_retries, options, response_headers
-                return super()._calculate_retry_timeout(*told)
-            number = options.get_max_retries(self.max_retries) - remaining_retries
-            wait = min(backoff * 2.0 ** min(number, 60), LONGEST_BACKOFF)
-            return wait * random.uniform(0.5, 1.0)
-
-    return Patient
-
-
-def _retries(request: httpx2.Request | None) -> int:
-    """How many attempts the SDK made before this request."""
-    return 0 if request is None else int(request.headers.get("x-stainless-retry-count", 0))
-
-
-@functools.cache
-def _ssl_context() -> ssl.SSLContext:
-    """One for all clients: reading the certificates takes some 20 ms."""
-    return httpx2.create_ssl_context()
-
-
-def _close_later(loop: asyncio.AbstractEventLoop, sdk: Any) -> None:
-    if loop.is_running():
-        asyncio.run_coroutine_threadsafe(sdk.close(), loop)
-
-
-_lock = threading.Lock()
-_shared_loop: asyncio.AbstractEventLoop | None = None
-_owner = 0
-
-
-def _http_loop() -> asyncio.AbstractEventLoop:
-    """The loop; started with the first use, and again in a forked child."""
-    global _shared_loop, _owner
-    with _lock:
-        if _shared_loop is None or _owner != os.getpid():
-            _shared_loop, _owner = asyncio.new_event_loop(), os.getpid()
-            run = _shared_loop.run_forever
-            threading.Thread(target=run, name="model-clients", daemon=True).start()
-        return _shared_loop
-
-
-async def _in_http_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Await `make()` in that loop, in a copy of the caller's context.
-
-    Cancelling the caller cancels the coroutine there, which closes its connection.
-    """
-    loop = _http_loop()
-    if asyncio.get_running_loop() is loop:
-        return await make()
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), loop))
-
-
-def _counts(told: Any, *names: str) -> list[int | None]:
-    """Counts of tokens from a reply; None for each that is missing or cannot be true."""
-    values = [told.get(name) if isinstance(told, Mapping) else None for name in names]
-    return [v if type(v) is int and 0 <= v <= MOST_TOKENS else None for v in values]
-
-
-class OpenAIClient(HttpClient):
-    """A `ModelClient` for OpenAI and whatever speaks its chat-completions API: vLLM, Ollama,
-    gateways, and the local sampler's server. `seed` is passed on; servers do their best with it."""
-
-    address = "https://api.openai.com/v1"
-    path = "/chat/completions"
-    models_path = "/models"
-
     def _make_sdk(self, **options: Any) -> Any:
+        """The vendor's client."""
         import openai
 
         return _patient(openai.AsyncOpenAI, self.settings.backoff)(**options)
 
     def _body(self, ask: Ask) -> dict[str, Any]:
+        """The JSON of a request; None is left out. BadInput: this API cannot be asked that."""
         # OpenAI's newer models refuse the old name; other servers may not know the new one.
         host = urllib.parse.urlsplit(self.settings.base_url or self.address).hostname or ""
         limit = "max_completion_tokens" if f".{host}".endswith(".openai.com") else "max_tokens"
@@ -345,6 +214,7 @@ class OpenAIClient(HttpClient):
         }
 
     def _reply(self, ask: Ask, content: Mapping[str, Any]) -> Reply:
+        """The answer in a reply's JSON. Raises BadReply where it is not what the API promises."""
         choice = content["choices"][0]
         message, reason = choice["message"], choice.get("finish_reason")
         said = message.get("content")
@@ -364,13 +234,88 @@ class OpenAIClient(HttpClient):
         return Reply(text_of(said), model, None, None, str(reason or "stop"), tuple(calls))
 
     def _usage(self, told: Mapping[str, Any]) -> Usage | None:
+        """What the part `usage` of a reply says; None where it cannot be read."""
         prompt, completion = _counts(told, "prompt_tokens", "completion_tokens")
         (cached,) = _counts(told.get("prompt_tokens_details"), "cached_tokens")
         known = prompt is not None and completion is not None
         return Usage(prompt, completion, cached or 0) if known else None  # type: ignore[arg-type]
 
 
-DEFAULT_MAX_TOKENS = 4096
+class _TimedClient(httpx2.AsyncClient):
+    """Bounds a request from the connection to the last byte."""
+
+    seconds = 0.0
+
+    async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
+        try:
+            async with asyncio.timeout(self.seconds):
+                return await super().send(request, **options)
+        except TimeoutError:
+            raise httpx2.ReadTimeout("the attempt took too long", request=request) from None
+
+
+def _http(seconds: float) -> httpx2.AsyncClient:
+    try:
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        client = _TimedClient(timeout=None, limits=limits)
+        client.seconds = seconds
+        return client
+    except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
+        # What the error says is not shown, as a proxy's address may hold a password.
+        title, where = "No model behind an API can be asked.", "SSL_CERT_*, *_PROXY"
+        expected = "certificates and proxies that work"
+        fix = "unset or correct them; a SOCKS proxy needs: pip install 'httpx2[socks]'"
+        raise BadInput.of(title, where, expected, type(error).__name__, fix) from None
+
+
+def _patient(kind: type[Any], backoff: float) -> type[Any]:
+    """An SDK's client that waits as configured where the server does not say how long."""
+
+    class Patient(kind):
+        def _calculate_retry_timeout(
+            self, remaining_retries: int, options: Any, response_headers: Any = None
+        ) -> float:
+            told = remaining_retries, options, response_headers
+            if {"retry-after", "retry-after-ms"} & set(response_headers or ()):
+                return super()._calculate_retry_timeout(*told)
+            number = options.get_max_retries(self.max_retries) - remaining_retries
+            wait = min(backoff * 2.0 ** min(number, 60), LONGEST_BACKOFF)
+            return wait * random.uniform(0.5, 1.0)
+
+    return Patient
+
+
+def _retries(request: httpx2.Request | None) -> int:
+    """How many attempts the SDK made before this request."""
+    return 0 if request is None else int(request.headers.get("x-stainless-retry-count", 0))
+
+
+_lock = threading.Lock()
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
+
+
+def _http_loop() -> asyncio.AbstractEventLoop:
+    """The loop of this process; a forked child starts one of its own."""
+    with _lock:
+        if (loop := _loops.get(os.getpid())) is None:
+            loop = _loops[os.getpid()] = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="model-clients", daemon=True).start()
+        return loop
+
+
+async def _in_http_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Await `make()` in that loop, in a copy of the caller's context. Cancelling the caller cancels
+    it there, which closes its connection."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), _http_loop()))
+
+
+def _counts(told: Any, *names: str) -> list[int | None]:
+    """Counts of tokens from a reply; None for each that is missing or cannot be true."""
+    values = [told.get(name) if isinstance(told, Mapping) else None for name in names]
+    return [v if type(v) is int and 0 <= v <= MOST_TOKENS else None for v in values]
+
+
+DEFAULT_MAX_TOKENS = 4096  # for Anthropic, where nothing else is asked
 _REASONS = {
     "end_turn": "stop",
     "stop_sequence": "stop",
@@ -383,9 +328,8 @@ _REASONS = {
 
 
 class AnthropicClient(HttpClient):
-    """A `ModelClient` for Anthropic's messages API: system messages become the system prompt, tool
-    calls and results content blocks, a JSON schema a tool that the model must call. That API has no
-    seed, and wants a limit on the answer: `DEFAULT_MAX_TOKENS` where none is given."""
+    """A `ModelClient` for Anthropic's messages API, which has no seed and wants a limit on the
+    answer. A JSON schema becomes a tool that the model must call."""
 
     address = "https://api.anthropic.com"
     path = "/v1/messages"
@@ -451,42 +395,32 @@ def _turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
     BadInput: a role or a part of a message has no counterpart."""
     found: list[dict[str, Any]] = []
     for number, message in enumerate(messages):
-        role = message["role"]
+        role, content = message["role"], message.get("content")
         if role in ("system", "developer"):
             continue
-        if role == "tool":
-            result = {
-                "type": "tool_result",
-                "tool_use_id": message.get("tool_call_id"),
-                "content": text_of(message.get("content")),
-            }
-            role, blocks = "user", [result]
-        elif role in ("user", "assistant"):
-            content = message.get("content")
-            plain = content is None or isinstance(content, str)
-            parts: Any = [{"type": "text", "text": content}] if plain else content
-            blocks = [block for part in parts for block in _blocks(part, f"messages[{number}]")]
-            blocks += [_tool_use(call) for call in message.get("tool_calls") or ()]
-        else:
+        if role not in ("user", "assistant", "tool"):
             raise _untranslatable(f"messages[{number}].role", repr(role), "user, assistant, tool")
+        plain = content is None or isinstance(content, str)
+        parts: Any = [{"type": "text", "text": content}] if plain else content
+        if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in parts):
+            raise _untranslatable(f"messages[{number}].content", f"{content!r:.80}", "text")
+        if role == "tool":
+            name, role = message.get("tool_call_id"), "user"
+            told = text_of(content)
+            blocks = [{"type": "tool_result", "tool_use_id": name, "content": told}]
+        else:
+            texts = [part["text"] for part in parts if part["text"]]
+            blocks = [{"type": "text", "text": text} for text in texts]
+            blocks += [_tool_use(call) for call in message.get("tool_calls") or ()]
         if not found or found[-1]["role"] != role:
             found.append({"role": role, "content": []})
         found[-1]["content"] += blocks
     return found
 
 
-def _blocks(part: Any, where: str) -> list[dict[str, Any]]:
-    """A part of a message as Anthropic's block; an empty text is none."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text":
-        return [{"type": "text", "text": part["text"]}] if part["text"] else []
-    if kind != "image_url":
-        raise _untranslatable(f"{where}.content", f"{part!r:.80}", "text, image_url")
-    source = {"type": "url", "url": (url := part["image_url"]["url"])}
-    if url.startswith("data:"):
-        media, _, data = url.removeprefix("data:").partition(";base64,")
-        source = {"type": "base64", "media_type": media, "data": data}
-    return [{"type": "image", "source": source}]
+def _untranslatable(where: str, found: str, expected: str) -> BadInput:
+    title = "Anthropic's API cannot be asked this."
+    return BadInput.of(title, where, expected, found, "use an OpenAI-compatible endpoint")
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -508,9 +442,3 @@ def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
     # A model may have written arguments that are no object; the API takes nothing else.
     given = arguments if isinstance(arguments, Mapping) else {"value": arguments}
     return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": given}
-
-
-def _untranslatable(where: str, found: str, expected: str) -> BadInput:
-    title = "Anthropic's API cannot be asked this."
-    fix = "leave it out, or use an OpenAI-compatible endpoint"
-    return BadInput.of(title, where, f"one of {expected}", found, fix)

@@ -1,10 +1,9 @@
 """What tokens cost: the maintained list of the package genai-prices, with YAML prices on top.
 
-Nothing is fetched. Whose prices apply is decided by the address that is called. An address that the
-list does not know is taken for a proxy of the vendor whose model has that name, which `stands_in`
-says for a warning, unless it is of this machine or a private network. A price that is not known is
-None, never 0. Not covered: discounts, service tiers, images and audio (write under `prices:` what
-an account has agreed on).
+Nothing is fetched. The address that is called decides whose prices apply. One that the list does
+not know is taken for a proxy of the vendor whose model has that name (`stands_in` says so), unless
+it is of this machine or a private network. An unknown price is None, never 0. Not covered:
+discounts, service tiers, images and audio.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ _PRIVATE_ENDINGS = (".localhost", ".local", ".internal", ".lan", ".home", ".corp
 
 
 class Price(Protocol):
-    """Turns tokens into US dollars."""
-
-    def cost(self, usage: Usage) -> float: ...
+    def cost(self, usage: Usage) -> float: ...  # US dollars
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,8 @@ class ListedPrice:
 def price_of(
     provider: str, base_url: str | None, model: str, given: PriceSettings | None = None
 ) -> Price | None:
-    """The price of `model` at the address that is called (None: the provider's own): as given by
-    the configuration, which `check_models` has checked, else as listed, else None: unknown."""
+    """The price of `model` at the address that is called (None: the provider's own): as `given`,
+    else as listed, else None: unknown."""
     if given is not None and given.input is not None and given.output is not None:
         return FixedPrice(given.input, given.output, given.cached_input)
     if given is not None and given.listed is not None:
@@ -93,8 +90,7 @@ def stands_in(model: ModelSettings) -> str | None:
     if not isinstance(price, ListedPrice) or price.address or not model.base_url or named:
         return None
     vendor, found = _find(price.provider, price.address, price.model)
-    million = [price.cost(usage) * 1000 for usage in (Usage(1000, 0), Usage(0, 1000))]
-    return f"{vendor.id}/{found.id}, ${million[0]:g} in and ${million[1]:g} out a million tokens"
+    return f"{vendor.id}/{found.id}"
 
 
 def _by_name(model: str) -> list[ListedPrice]:

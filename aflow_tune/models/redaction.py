@@ -1,8 +1,8 @@
 """Keeping keys out of everything that is printed, logged, traced or saved.
 
-A server may repeat the key it was sent in the text of its refusal, and an exception of an SDK
-holds the whole request: texts pass `scrub`, exceptions are replaced by ours. Not covered: what
-other code logs by itself, and secrets that stand in prompts.
+A server may repeat the key it was sent in its refusal, and an SDK's exception holds the whole
+request: texts pass `scrub`, exceptions are replaced by ours. Not covered: what other code logs by
+itself, and secrets in prompts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 
 HIDDEN = "[hidden]"
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL|CUSTOM_HEADERS", re.IGNORECASE)
-_LEAST_LENGTH = 6
-"""Shorter values of the environment are no keys, and hiding them would garble messages."""
+_LEAST_LENGTH = 6  # shorter values of the environment are no keys
 _SECRET_SETTING = re.compile(
     r"(^|_)(api_?key|secret(_key)?|password|passwd|credentials?|(access|auth|hf|bearer)_?token)$"
     r"|^token$",
@@ -25,7 +24,6 @@ _SECRET_SETTING = re.compile(
 )
 _SECRET_VARIABLE = re.compile(r"^[A-Z0-9_]*(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)$")
 _URL_PASSWORD = re.compile(r"(://[^/@:\s]*:)[^/@\s]+@")
-_MASK = "***"
 
 
 def masked(key: str, value: Any) -> Any:
@@ -34,8 +32,8 @@ def masked(key: str, value: Any) -> Any:
         return value
     name = key.rpartition(".")[2]
     if (_SECRET_SETTING.search(name) or _SECRET_VARIABLE.match(name)) and value != "EMPTY":
-        return _MASK
-    return _URL_PASSWORD.sub(rf"\1{_MASK}@", value)
+        return "***"
+    return _URL_PASSWORD.sub(r"\1***@", value)
 
 
 def scrub(text: str, secrets: Iterable[str] = ()) -> str:

@@ -1,8 +1,7 @@
 """The section `models`: what is checked, and where keys come from.
 
-A key lives in an environment variable; the configuration holds the variable's name. A value
-that looks like a key where a name belongs is refused without being shown. The same holds for
-addresses: a user name or password in one would end up in every saved configuration.
+A key lives in an environment variable, whose name the configuration holds. A value that is no name
+is refused without being shown, and so is an address with a user name or password.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def check_models(models: Mapping[str, ModelSettings]) -> list[Fault]:
 
 
 def credentials(settings: ModelSettings, role: str) -> tuple[str | None, dict[str, str]]:
-    """The key (None where none is to be sent) and the extra headers, from the environment. Raises
-    BadInput: the settings are wrong, or a variable is not set."""
+    """The key, if one is to be sent, and the extra headers, from the environment. BadInput: the
+    settings are wrong, or a variable is not set."""
     if faults := _faults(settings, f"models.{role}"):
         raise BadInput(f"The model for `{role}` cannot be used.", faults)
     variable = key_variable(settings)
@@ -103,7 +102,7 @@ def _faults(settings: ModelSettings, where: str) -> list[Fault]:
 def _is_address(address: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(address)
-        _ = parts.port
+        parts.port  # noqa: B018 (ValueError where it is no number)
     except ValueError:
         return False
     secret = "@" in parts.netloc or parts.query or parts.fragment

@@ -1,23 +1,22 @@
 """What a run may spend and what it has spent: one SQLite file for all its processes.
 
-Every `Call` of a model reserves its worst case before it starts and is settled when its reply is
-there, each in one transaction, so any number of threads, processes and Ray workers of one machine
-may share a file; what a killed process had reserved is dropped. What is guaranteed:
+Every `Call` of a model reserves its worst case before it starts and is settled with its reply, each
+in one transaction, so any threads, processes and Ray workers of one machine may share a file; what
+a killed process had reserved is dropped. What is guaranteed:
 
 - calls: never more than the limit. Retries of a call are none.
 - money and tokens, where a call has `max_tokens`: it starts only if what was spent, what is
-  reserved for calls under way and its own worst case stay within the limit together; one that
-  would fit but for those under way waits for them. The worst case of a prompt is one token for each
-  byte of its JSON and a margin for the chat template, images aside.
+  reserved and its own worst case stay within the limit together; one that would fit but for those
+  under way waits for them. The worst case of a prompt is a token for each byte of its JSON and a
+  margin for the chat template, images aside.
 - money and tokens, without `max_tokens`: no call starts once the limit is spent. It can be exceeded
   by the answers then under way.
-- A reply counts once, with the usage it reported, even if nothing else in it can be used; one that
-  told none with its worst case. A call without a reply counts nothing unless it reported usage.
+- A reply counts once, with the usage it reported, even if nothing else in it can be used; without
+  one with its worst case. A call without a reply counts nothing unless it reported usage.
 
 A model without a known price is refused under a limit on money. Without limits nothing is written.
-Wall-clock time is limited by the run itself, between two steps. Not covered: processes on several
-machines (SQLite does not lock reliably over network file systems), and a power failure, which may
-lose the last few calls.
+Not covered: processes on several machines (SQLite does not lock reliably over network file
+systems), and a power failure, which may lose the last few calls.
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ from aflow_tune.models.types import ModelError, Usage
 from aflow_tune.sections import BudgetSection
 from aflow_tune.trace import ModelCall, note
 
-PICO = 10**12
-"""Picodollars in a dollar: money is counted in whole ones, so sums do not depend on their order."""
-_ABANDONED_SECONDS = 86400.0
-"""After so long a reservation is dropped, should its process neither settle it nor end."""
+PICO = 10**12  # picodollars in a dollar: sums of whole ones do not depend on their order
 _BUSY_SECONDS = 60.0
 _LONGEST_PAUSE = 0.1
 _SCHEMA = """
@@ -57,7 +53,7 @@ CREATE TABLE IF NOT EXISTS spent (
     unpriced INTEGER DEFAULT 0, unreported INTEGER DEFAULT 0, PRIMARY KEY (role, model)
 );
 CREATE TABLE IF NOT EXISTS held (
-    id INTEGER PRIMARY KEY, pid INTEGER, pico INTEGER, tokens INTEGER, expires REAL
+    id INTEGER PRIMARY KEY, pid INTEGER, pico INTEGER, tokens INTEGER
 );
 CREATE TABLE IF NOT EXISTS reached (reason TEXT);
 """
@@ -76,7 +72,7 @@ def check_budget(limits: BudgetSection) -> list[Fault]:
 
 @dataclass(frozen=True)
 class Spent:
-    """Sums over all processes. `estimated_tokens` stand for replies that told no usage."""
+    """Sums over all processes. `estimated_tokens`: of replies that told no usage."""
 
     calls: int = 0
     replies: int = 0
@@ -89,7 +85,6 @@ class Spent:
 
     @property
     def usd(self) -> float:
-        """US dollars, over the replies whose price is known."""
         return self.pico / PICO
 
     @property
@@ -104,8 +99,7 @@ class Spend:
     """Limits, and the file that calls are held against. Survives a fork.
 
     Args:
-        limits: the section `budget`, `wall_seconds` aside. None: no limit. BadInput: one is
-            negative or not finite.
+        limits: the section `budget`, `wall_seconds` aside. BadInput: one is negative or not finite.
         path: the file, made where it is missing. None: this process's memory.
         prices: by role, for clients that know none, such as the model being tuned.
     """
@@ -128,8 +122,7 @@ class Spend:
     @property
     def limited(self) -> bool:
         """Whether there is a limit on money, tokens or calls."""
-        limits = (self.limits.usd, self.limits.tokens, self.limits.calls)
-        return any(most is not None for most in limits)
+        return (self.limits.usd, self.limits.tokens, self.limits.calls) != (None, None, None)
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[Spend]:
@@ -149,8 +142,7 @@ class Spend:
         return row[0] if row else None
 
     def forget_calls(self) -> None:
-        """Drop every reservation, and that a limit was reached. For the start of a run, when no
-        process of it is at work."""
+        """At the start of a run: drop every reservation, and that a limit was reached."""
         with self._transaction() as connection:
             connection.execute("DELETE FROM held")
             connection.execute("DELETE FROM reached")
@@ -165,9 +157,9 @@ class Spend:
     def reserve(
         self, role: str, model: str, worst: Spent, bounded: bool, wait: bool
     ) -> int | str | None:
-        """Count a call and put `worst` aside, which is its worst case if it is `bounded`. Gives the
-        number of the reservation; or the limit that does not allow the call; or None where it may
-        fit when those under way have ended, and can `wait`."""
+        """Count a call and put `worst` aside, its worst case if it is `bounded`. Gives the number
+        of the reservation; or the limit that does not allow the call; or None where it can `wait`
+        and may fit when those under way have ended."""
         limits, full = self.limits, False
         most_pico = None if limits.usd is None else _pico(limits.usd)
         with self._transaction() as connection:
@@ -191,16 +183,15 @@ class Spend:
                     connection.execute(first, (reason,))
                     return reason
             if full:
-                # Reservations of processes that are gone, or that nobody settled in time.
-                connection.execute("DELETE FROM held WHERE expires < ?", (time.time(),))
+                # Reservations of processes that are gone.
                 for (pid,) in connection.execute("SELECT DISTINCT pid FROM held").fetchall():
                     if not psutil.pid_exists(pid):
                         connection.execute("DELETE FROM held WHERE pid = ?", (pid,))
                 return None
             _add(connection, role, model, Spent(calls=1))
             return connection.execute(
-                "INSERT INTO held (pid, pico, tokens, expires) VALUES (?, ?, ?, ?)",
-                (os.getpid(), worst.pico, worst.tokens, time.time() + _ABANDONED_SECONDS),
+                "INSERT INTO held (pid, pico, tokens) VALUES (?, ?, ?)",
+                (os.getpid(), worst.pico, worst.tokens),
             ).lastrowid
 
     def settle(self, number: int, role: str, model: str, used: Spent | None) -> None:
@@ -222,7 +213,9 @@ class Spend:
         options: Any = {"isolation_level": None, "check_same_thread": False}
         connection = sqlite3.connect(self.path or ":memory:", _BUSY_SECONDS, **options)
         if self.path is not None:
-            _write_ahead(connection)
+            # Busy where another process changes the mode of a new file, which then holds for all.
+            with contextlib.suppress(sqlite3.OperationalError):
+                connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
         connection.executescript(_SCHEMA)
         self._connection, self._pid = connection, os.getpid()
@@ -236,19 +229,13 @@ class Call:
     spend: Spend
     role: str
     model: str
-    price: Price | None
-    """None: that of the role, if it has one; else unknown."""
-    prompt_tokens: Callable[[], int]
-    """Gives the most that the prompt may have; asked under a limit only."""
-    max_tokens: int | None
-    """Of the answer. None: there is no bound."""
+    price: Price | None  # None: that of the role, if it has one; else unknown
+    prompt_tokens: Callable[[], int]  # the most that there may be; asked under a limit only
+    max_tokens: int | None  # of the answer; None: there is no bound
     usage: Usage | None = field(default=None, init=False)
-    """None where the reply told none."""
-    cost: float | None = field(default=0.0, init=False)
-    """US dollars; None where it is not known."""
+    cost: float | None = field(default=0.0, init=False)  # None where it is not known
     retries: int = field(default=0, init=False)
     seconds: float = field(default=0.0, init=False)
-    """From its start to its end, which `noted` knows."""
 
     def __post_init__(self) -> None:
         self.price = self.spend.prices.get(self.role) if self.price is None else self.price
@@ -258,8 +245,7 @@ class Call:
         self._within = contextlib.ExitStack()
 
     async def __aenter__(self) -> Call:
-        """Raises BudgetReached where it may not start, BadInput where money is limited and the
-        price not known."""
+        """BudgetReached: it may not start. BadInput: money is limited and the price not known."""
         if self.spend.limited:
             await self._reserve()
         self._started = time.monotonic()
@@ -321,14 +307,10 @@ class Call:
         failure: str | None = None
         try:
             yield
-        except ModelError as error:
-            failure = error.failure.value
-            raise
-        except BudgetReached:
-            failure = "budget_reached"
-            raise
-        except BaseException as error:  # somebody else's, or a caller that went away
+        except BaseException as error:
             failure = "cancelled" if isinstance(error, asyncio.CancelledError) else "raised"
+            failure = "budget_reached" if isinstance(error, BudgetReached) else failure
+            failure = error.failure.value if isinstance(error, ModelError) else failure
             raise
         finally:
             if self._started is not None:
@@ -349,19 +331,16 @@ class Call:
         note(ModelCall(started=self._started or 0.0, retries=self.retries, **told, **ended))
 
 
-_WITHOUT_LIMITS = Spend()
-_current: ContextVar[Spend] = ContextVar("aflow_tune_spend", default=_WITHOUT_LIMITS)
+_current: ContextVar[Spend] = ContextVar("aflow_tune_spend", default=Spend())  # noqa: B039
 _in_call: ContextVar[bool] = ContextVar("aflow_tune_in_call", default=False)
 
 
 def current_spend() -> Spend:
-    """What is in force here; without limits where nothing was activated."""
     return _current.get()
 
 
 def in_call() -> bool:
-    """Whether this code runs inside of a call that is counted already: a model that counts its
-    calls itself, such as the recording one, then does not count again."""
+    """Whether this code runs inside of a call that is counted already."""
     return _in_call.get()
 
 
@@ -392,16 +371,3 @@ def _add(connection: sqlite3.Connection, role: str, model: str, amounts: Spent) 
         f"ON CONFLICT (role, model) DO UPDATE SET {sums}",
         (role, model, *vars(amounts).values()),
     )
-
-
-def _write_ahead(connection: sqlite3.Connection) -> None:
-    """SQLite does not wait by itself while another process changes the mode of a new file."""
-    deadline = time.monotonic() + _BUSY_SECONDS
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 from aflow_tune.errors import AflowTuneError, BadInput
 from aflow_tune.models.redaction import short
 
-Message = Mapping[str, Any]
-"""A chat message as OpenAI's API takes it: `role` and `content`, perhaps `tool_calls`."""
+Message = Mapping[str, Any]  # as OpenAI's API takes it: `role`, `content`, perhaps `tool_calls`
 
 
 class ModelFailure(StrEnum):
@@ -66,10 +65,8 @@ class Reply:
 
 
 class ModelClient(Protocol):
-    """Whatever answers chat messages: the policy, a frozen executor, a judge, a script.
-
-    `role` is 'policy', 'executor', 'judge' or a name of the user's: usage is counted by it.
-    """
+    """Whatever answers chat messages. `role` is 'policy', 'executor', 'judge' or a name of the
+    user's: usage is counted by it."""
 
     role: str
     model: str
@@ -86,19 +83,14 @@ class ModelClient(Protocol):
         schema: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Reply:
-        """One answer. `schema` is a JSON schema that the answer should follow; None for the
-        arguments leaves them to the client's configuration.
-
-        Raises:
-            ModelError: no answer after all retries.
-            BudgetReached: the run's budget does not allow the call.
-        """
+        """One answer. `schema`: a JSON schema that the answer should follow. Arguments that are
+        None are left to the client's configuration. Raises ModelError: no answer after all
+        retries; BudgetReached: the run's budget does not allow the call."""
         ...
 
 
 _TEMPLATE_TOKENS, _MESSAGE_TOKENS, _TOOL_PROMPT_TOKENS = 64, 16, 1024
-"""What a chat template may add to a conversation and to one message, and a vendor's own
-instructions for tools."""
+"""What a template may add to a conversation, to each message, and for tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,19 +108,22 @@ class Ask:
 
     def check(self) -> None:
         """Raises BadInput where the messages are no conversation."""
-        wrong: tuple[str, Any] | None = None
-        expected, fix = "a message with a role", "[{'role': 'user', 'content': TEXT}]"
+        wrong: list[tuple[str, Any]] = []
         if not self.messages or isinstance(self.messages, str | Mapping):
-            wrong, expected = ("messages", self.messages), "a list of messages"
+            wrong = [("messages", self.messages)]
         elif isinstance(self.stop, str):
-            wrong, expected, fix = ("stop", self.stop), "a list of texts", "[TEXT]"
+            wrong = [("stop", self.stop)]
         else:
             for number, message in enumerate(self.messages):
-                role = message.get("role") if isinstance(message, Mapping) else None
-                wrong = wrong if isinstance(role, str) else (f"messages[{number}]", message)
-        if wrong:
-            title, found = "The model cannot be asked this.", f"{wrong[1]!r:.80}"
-            raise BadInput.of(title, wrong[0], expected, found, f"pass {fix}")
+                if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                    wrong.append((f"messages[{number}]", message))
+        for where, found in wrong[:1]:
+            title, expected = (
+                "The model cannot be asked this.",
+                "a list of messages with a role; of texts",
+            )
+            fix = "pass [{'role': 'user', 'content': TEXT}]"
+            raise BadInput.of(title, where, expected, f"{found!r:.80}", fix)
 
     def most_prompt_tokens(self) -> int:
         """An upper bound for texts: a token is at least one byte of the request's JSON."""
@@ -140,15 +135,13 @@ class Ask:
 
     def identity(self) -> str:
         """A canonical text of everything asked; equal texts are equal questions."""
-        content = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        content = {**vars(self), "stop": list(self.stop)}
         content["messages"] = [dict(message) for message in self.messages]
         content["tools"] = [dict(tool) for tool in self.tools]
-        content["stop"] = list(self.stop)
         return json.dumps(content, sort_keys=True, ensure_ascii=True, default=repr)
 
 
 def tool_call(identifier: str, name: str, arguments: str) -> dict[str, Any]:
-    """A tool call in OpenAI's form; `arguments` is JSON text."""
     function = {"name": name, "arguments": arguments}
     return {"id": identifier, "type": "function", "function": function}
 
@@ -177,8 +170,8 @@ def answer_tool(schema: Mapping[str, Any]) -> dict[str, Any]:
 def read_blocks(
     blocks: Sequence[Any], schema: Mapping[str, Any] | None
 ) -> tuple[str, tuple[Mapping[str, Any], ...]]:
-    """Text and tool calls of an answer in Anthropic's or AgentScope's blocks; what was given
-    through `answer_tool` becomes the text. TypeError, KeyError, AttributeError: another form."""
+    """Text and tool calls of an answer in Anthropic's or AgentScope's blocks; what `answer_tool`
+    was given becomes the text. TypeError, KeyError, AttributeError: another form."""
     texts: list[str] = []
     calls: list[Mapping[str, Any]] = []
     for block in blocks:
@@ -216,15 +209,12 @@ def _can_be_strict(schema: Any) -> bool:
     return all(map(_can_be_strict, schema.values()))
 
 
-# What a failed request means: exceptions of both SDKs, and of AgentScope's models over them, are
-# recognised by their shape, so that this module imports none.
+# Exceptions of both SDKs are recognised by their shape, so that this module imports none.
 
 _TRANSPORT = {"httpx", "httpx2", "httpcore", "httpcore2", "aiohttp", "h11", "anyio"}
 _BY_STATUS = {
-    408: ModelFailure.TIMED_OUT,
-    409: ModelFailure.SERVER,
-    425: ModelFailure.SERVER,
-    429: ModelFailure.RATE_LIMITED,
+    **{408: ModelFailure.TIMED_OUT, 429: ModelFailure.RATE_LIMITED},
+    **dict.fromkeys((409, 425), ModelFailure.SERVER),
 }
 
 

@@ -15,16 +15,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-fd = 3
-"""The socket, for programs that wait for several things at once."""
+fd = 3  # the socket, for programs that wait for several things at once
 
 _sending, _receiving = threading.Lock(), threading.Lock()
 _received = bytearray()
 
 
 def send(message: Any) -> None:
-    """Send a JSON value other than null; waits while the parent does not read. TypeError,
-    ValueError: it is not one. OSError: the parent has closed the channel."""
+    """Send a JSON value other than null. OSError: the parent has closed the channel."""
     if message is None:
         raise ValueError("None is no message: it means that there will be none")
     line = memoryview(json.dumps(message).encode() + b"\n")

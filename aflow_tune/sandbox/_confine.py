@@ -1,8 +1,7 @@
 """Landlock from inside: what the program's process does to itself before it starts.
 
-Sent and run as `_inside.py` is. Landlock (kernel documentation: userspace-api/landlock) takes
-away every right to files but those of the rules, here a read-only system and one private folder;
-it cannot be undone and every child inherits it. The rest is the system-call filter's.
+Sent as `_inside.py` is. Landlock (kernel documentation: userspace-api/landlock) takes away every
+right to files but those of the rules; it cannot be undone and every child inherits it.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ RULE_PATH_BENEATH = 1
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
-ALL_FILE_RIGHTS = (1 << 15) - 1
-"""Those of version 3, the oldest that covers truncation."""
+ALL_FILE_RIGHTS = (1 << 15) - 1  # of version 3, the oldest that covers truncation
 IOCTL_DEV = 1 << 15
 TCP_RIGHTS = 0b11
-SCOPES = 0b11
-"""Abstract sockets and signals: only those of this sandbox."""
+SCOPES = 0b11  # abstract sockets and signals: only those of this sandbox
 OF_PLAIN_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 
 MEANINGS = {

@@ -1,11 +1,9 @@
 """What runs inside a sandbox: a supervisor, and in a child of it the program.
 
-This file is never imported there: its compiled code is sent over the control socket to an
-interpreter that was started with nothing but a line to receive it (`process.py`), so it uses
+Its compiled code is sent over the control socket to a bare interpreter (`process.py`), so it uses
 built-in modules only. Behind bubblewrap the supervisor is process 1 of its own process namespace;
 else it adopts the orphans of the tree. It watches time, memory, processes and disk, and says how
-the program ended; the parent keeps every limit that it can see. A module of ours (`preload`) may be
-loaded before there is a program, which finds it as `aflow_preloaded`.
+the program ended. A module of ours (`preload`) may be loaded before there is a program.
 
 The conversation: setup, `ready`, job, `started` or `refused ...`, `ended ...`. Setup and job come
 as marshal with a length before it; what goes back are lines of ASCII.
@@ -18,7 +16,6 @@ import _signal  # type: ignore[import-not-found]
 import _sitebuiltins
 import _socket
 import builtins
-import gc
 import marshal
 import os
 import resource
@@ -34,7 +31,7 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 TOLD, CHANNEL = 200, 3
-"""File descriptors in the child: where it tells that it is confined, and the channel."""
+"""Descriptors in the child: where it tells that it is confined, and the channel."""
 CONFINED = b"confined"
 
 
@@ -56,15 +53,8 @@ def main(control: _socket.socket, channel: int) -> None:
             exec(setup["confine"], scope)
             setup["confine"] = scope["confine"]
         if setup["preload"] is not None:
-            if setup["backend"] != "unsafe_subprocess":
-                # No socket can be made in a sandbox, and without it `asyncio` is a quarter smaller.
-                sys.modules["ssl"] = None  # type: ignore[assignment]
             load("aflow_channel", setup["channel"])
             load("aflow_preloaded", setup["preload"])
-            if sys.modules.get("ssl", sys) is None:
-                del sys.modules["ssl"]
-            # The program's collector is to leave alone what its process shares with this one.
-            gc.freeze()
         control.sendall(b"ready\n")
         job = receive(control)
         if job is not None:
@@ -101,7 +91,6 @@ def main(control: _socket.socket, channel: int) -> None:
 
 
 def load(name: str, code: CodeType) -> None:
-    """Make a module of this code."""
     module = sys.modules[name] = type(sys)(name)
     exec(code, module.__dict__)
 
@@ -211,14 +200,12 @@ class Packages:
 
 
 def set_limits(setup: dict[str, Any], limits: dict[str, Any]) -> None:
-    cpu = limits["cpu_seconds"]
     processes = limits["processes"] + 1
     if setup["backend"] != "bubblewrap" and setup["uid"] is None:
         # Without a user namespace or a user of its own, the kernel counts all of this user's.
         processes += tasks_of(os.getuid())
     wanted = {
-        # The supervisor ends the tree at memory_mb that is used; this bounds what is mapped,
-        # and an interpreter maps much that it never uses.
+        # The supervisor bounds what is used; this what is mapped, by an interpreter much.
         "RLIMIT_AS": (limits["memory_mb"] + 64) * MB,
         "RLIMIT_FSIZE": limits["disk_mb"] * MB,
         "RLIMIT_NOFILE": limits["open_files"],
@@ -228,7 +215,7 @@ def set_limits(setup: dict[str, Any], limits: dict[str, Any]) -> None:
         "RLIMIT_MEMLOCK": 0,
         "RLIMIT_MSGQUEUE": 0,
         "RLIMIT_SIGPENDING": 256,
-        "RLIMIT_CPU": cpu,
+        "RLIMIT_CPU": limits["cpu_seconds"],
     }
     for name, value in wanted.items():
         kind = getattr(resource, name)
@@ -243,11 +230,9 @@ def tasks_of(uid: int) -> int:
     """How many threads a user has on this machine."""
     count = 0
     for name in os.listdir("/proc"):
-        try:
+        with Ignored():
             if name.isdigit() and os.stat(f"/proc/{name}").st_uid == uid:
                 count += len(os.listdir(f"/proc/{name}/task"))
-        except OSError:
-            continue
     return count
 
 
@@ -279,8 +264,7 @@ def run(job: dict[str, Any]) -> None:
 
 
 POLL_SECONDS = 0.01
-DISK_EVERY = 3
-"""Polls between two looks at the disk, which may take longer."""
+DISK_EVERY = 3  # polls between two looks at the disk, which may take longer
 MOST_FILES = 20_000
 MB = 1 << 20
 
@@ -398,17 +382,13 @@ class Watch:
 
 
 def read(path: str) -> bytes:
-    """A file of /proc."""
     with open(path, "rb", buffering=0) as file:
         return file.readall()
 
 
 def place_of(pid: int) -> str:
-    """Where /proc tells of a process.
-
-    Once its first thread has ended, its own place shows an empty process, whatever the other
-    threads go on with; theirs show it as it is.
-    """
+    """Where /proc tells of a process: once its first thread has ended, its own place shows an
+    empty one; those of its other threads do not."""
     place = f"/proc/{pid}"
     with Ignored():
         if read(f"{place}/statm").startswith(b"0 "):
@@ -438,13 +418,11 @@ def descendants() -> list[int]:
     pending = [os.getpid()]
     while pending:
         pid = pending.pop()
-        try:
+        with Ignored():
             for task in os.listdir(f"/proc/{pid}/task"):
                 below = [int(word) for word in read(f"/proc/{pid}/task/{task}/children").split()]
                 found += below
                 pending += below
-        except OSError:
-            continue
     return found
 
 
@@ -467,15 +445,12 @@ def folder_size(folder: str) -> tuple[int, int]:
     used, files = 0, 0
     pending = [folder]
     while pending and files <= MOST_FILES:
-        try:
-            with os.scandir(pending.pop()) as entries:
-                for entry in entries:
-                    files += 1
-                    used += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(entry.path)
-        except OSError:
-            continue
+        with Ignored(), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                files += 1
+                used += entry.stat(follow_symlinks=False).st_blocks * 512
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
     return used, files
 
 

@@ -1,15 +1,13 @@
 """The backends: how to start a sandbox of each, what it covers, and which one this process uses.
 
-The program's user is never root: as root the ids are given up on the way in. Tools are found on the
-system's own path, not on the caller's. A backend counts as found when a sandbox of it has started
-and was seen to hold: bubblewrap's from outside, at every start (`process.py`); Landlock's by a
-program that tries what it must not be able to do, once, and every later start refuses to run its
-program if a step fails.
+The program's user is never root. Tools are found on the system's own path, not on the caller's. A
+backend counts as found when a sandbox of it has started and was seen to hold: bubblewrap's from
+outside, at every start (`process.py`); Landlock's by a program that tries what it must not, once,
+and every later start refuses to run its program if a step fails.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import secrets
@@ -24,7 +22,7 @@ from aflow_tune.sandbox import _confine, seccomp
 from aflow_tune.sandbox.policy import find_packages
 from aflow_tune.sandbox.process import FILTER, Job, Launch, Sandbox, code_of
 from aflow_tune.sandbox.types import BackendFailed, Level, Limits
-from aflow_tune.sandbox.view import DEVICES, SystemPaths, needs_staging, stage, system_paths
+from aflow_tune.sandbox.view import DEVICES, SystemPaths, stage, system_paths
 
 NOBODY = 65534
 _TOOLS = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
@@ -33,40 +31,29 @@ _UNUSED_IDS = range(2_000_000_000, 2_100_000_000)
 """User ids that nothing hands out: above containers' ranges (systemd's UIDS-GIDS.md)."""
 
 INSTALL = "sudo apt-get install -y bubblewrap"
-"""The line that gets bubblewrap, on Debian and Ubuntu."""
+"""Gets bubblewrap, on Debian and Ubuntu."""
 
+_CONFINED = (
+    "files: only a read-only system, the interpreter and one private folder",
+    "network: none; no socket can be made",
+    "processes: none but its own in reach, and none left behind",
+    "identity: no environment, no capabilities; started by root, another user",
+    "kernel: a system-call filter",
+    "limits: time, processor time, memory of the whole tree, processes, files, disk, output",
+)
+_OPEN = "faults of the kernel itself; side channels; what the system tells about itself"
+# What each backend covers, and what not; docs/sandbox.md says more.
 COVERS: dict[Level, tuple[str, ...]] = {
-    Level.BUBBLEWRAP: (
-        "files: only a read-only system and the interpreter are there; /tmp is private and small",
-        "network: none; no socket can be made",
-        "processes: own process namespace, which ends with the program, the parent or the time",
-        "identity: no environment, an unprivileged user without capabilities, own namespaces, "
-        "no further ones",
-        "kernel: a system-call filter without other processes' memory, mounts, keys, io_uring, bpf",
-        "limits: time, processor time, memory of the whole tree, processes, files, disk, output",
-    ),
-    Level.LANDLOCK: (
-        "files: read-only system and interpreter, one private folder; nothing else opens",
-        "network: no socket can be made",
-        "processes: no signals to others, none left behind: a supervisor ends every descendant",
-        "identity: no environment; started by root, a user of its own without capabilities",
-        "kernel: a system-call filter, as with bubblewrap and stricter",
-        "limits: time, processor time, memory of the whole tree, processes, files, disk, output",
-    ),
-    Level.UNSAFE_SUBPROCESS: (
-        "limits, of a well-behaved program: time, memory, processes, output",
-    ),
+    Level.BUBBLEWRAP: (*_CONFINED, "own namespaces, which the kernel ends as a whole"),
+    Level.LANDLOCK: _CONFINED,
+    Level.UNSAFE_SUBPROCESS: ("limits, of a well-behaved program",),
 }
 DOES_NOT_COVER: dict[Level, tuple[str, ...]] = {
-    Level.BUBBLEWRAP: (
-        "faults of the kernel itself; side channels (timing, caches, load)",
-        "what the system tells about itself: versions, processor, memory, mounted paths' names",
-    ),
+    Level.BUBBLEWRAP: (_OPEN,),
     Level.LANDLOCK: (
-        "faults of the kernel itself; side channels (timing, caches, load)",
-        "that a path exists, its size and times (stat); which processes there are is hidden",
-        "clean ends if the supervisor itself is killed from outside; disk and memory are "
-        "bounded by looking every few hundredths of a second",
+        _OPEN,
+        "that a path exists, its size and times (stat)",
+        "clean ends if the supervisor itself is killed from outside",
         "programs that change modes, owners or times of files: these calls fail",
     ),
     Level.UNSAFE_SUBPROCESS: (
@@ -75,10 +62,7 @@ DOES_NOT_COVER: dict[Level, tuple[str, ...]] = {
         "processes: it can stop and inspect yours, and may leave some running",
     ),
 }
-
-
-OLDEST_LANDLOCK = 3
-"""The first version that covers truncation; Linux 6.2."""
+OLDEST_LANDLOCK = 3  # the first version that covers truncation
 _numbers = itertools.count()
 
 
@@ -105,28 +89,26 @@ def check_machine(level: Level) -> None:
     if level is Level.BUBBLEWRAP and find_tool("bwrap") is None:
         raise BackendFailed("bwrap is not installed")
     if level is Level.LANDLOCK and (version := _confine.version()) < OLDEST_LANDLOCK:
-        needed = f"version {OLDEST_LANDLOCK} (Linux 6.2) is needed"
-        raise BackendFailed(f"the kernel offers Landlock version {version}, {needed}")
+        raise BackendFailed(f"Landlock {version} is offered, {OLDEST_LANDLOCK} needed: Linux 6.2")
     if os.geteuid() == 0 and not is_mapped(NOBODY):
         raise BackendFailed("root of a namespace that has no other user to run programs as")
-    view_of(())
+    stage(())
 
 
 def launch(level: Level, disk_mb: int, names: tuple[str, ...] = ()) -> Launch:
-    """How to start a sandbox of this level whose program may import the packages `names`. BadInput:
-    one is not there. BackendFailed: one cannot be reached. FileNotFoundError: a tool is missing."""
+    """How to start a sandbox whose program may import the packages `names`. BadInput: one is not
+    there. BackendFailed: one cannot be reached. FileNotFoundError: a tool is missing."""
     files, wanted = find_packages(names)
     # A name that nobody can guess; the sandbox makes it, and fails if it is there.
     folder = f"{os.path.realpath(tempfile.gettempdir())}/aflow-tune-{secrets.token_hex(12)}"
     if level is Level.BUBBLEWRAP:
         folder = "/tmp"
-    # Nothing of ours.
     environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
     setup: dict[str, Any] = {"backend": level.value, "folder": folder}
     setup |= {"uid": None, "confine": None, "packages": files}
     if level is Level.UNSAFE_SUBPROCESS:
         return Launch((), environment, setup)
-    staged = view_of(wanted)
+    staged = stage(wanted)
     descriptors = () if staged is None else (staged,)
     prefix: list[str] = []
     if staged is not None:
@@ -203,7 +185,7 @@ def _rules(paths: SystemPaths, folder: str) -> list[tuple[str, str]]:
 
 
 def is_mapped(user: int) -> bool:
-    """Whether this user id exists in our user namespace."""
+    """Whether our user namespace has this user."""
     with open("/proc/self/uid_map") as file:
         ranges = [[int(word) for word in line.split()] for line in file]
     return any(first <= user < first + count for first, _, count in ranges)
@@ -214,13 +196,6 @@ def _need(tool: str) -> str:
     if found is None:
         raise FileNotFoundError(f"{tool} is not installed")
     return found
-
-
-@functools.cache
-def view_of(folders: tuple[str, ...]) -> int | None:
-    """A view in which the program's user reaches the interpreter and these; None where it does so
-    anyway."""
-    return stage(folders) if needs_staging(folders) else None
 
 
 _PROBE = """
@@ -250,8 +225,6 @@ async def attack(sandbox: Sandbox) -> None:
         secret.write_text("not for you")
         stdin = f"{secret}\n{target}\n{os.getpid()}"
         execution = await sandbox.run(Job(_PROBE, stdin, Limits(), {}, False))
-        if target.exists():
-            raise BackendFailed("a program in it wrote outside of its folder")
     if execution.stdout != "contained\n":
         reason = execution.stdout.strip() or execution.stderr.strip()[-200:]
         raise BackendFailed(f"a program in it could do this or failed: {reason}")
@@ -259,21 +232,13 @@ async def attack(sandbox: Sandbox) -> None:
 
 def unavailable(policy: str, found: Detection) -> str:
     """What to tell when no backend can be used."""
-    fix = f"install bubblewrap on Linux: {INSTALL}"
+    told = f"no sandbox can be built here (sandbox: {policy}), so the program was not run"
+    tried = [f"    {name}: {reason}" for name, reason in found.reasons.items()]
+    fix = f"    do: install bubblewrap on Linux: {INSTALL}"
     if find_tool("bwrap") is not None:
-        fix = (
-            "allow user namespaces to bwrap (sysctl user.max_user_namespaces above 0; on Ubuntu "
-            "24.04 and later an AppArmor profile for bwrap), or use a kernel with Landlock (6.2)"
-        )
-    return "\n".join(
-        [
-            f"no sandbox can be built here (sandbox: {policy}), so the program was not run",
-            *(f"    {name}: {reason}" for name, reason in found.reasons.items()),
-            f"    do:       {fix}",
-            "              or, only for code that you trust as your own, set "
-            "`sandbox: unsafe_subprocess`",
-        ]
-    )
+        fix = "    do: allow user namespaces to bwrap (docs/sandbox.md), or use Linux 6.2 or later"
+    trust = "    or, only for code that you trust as your own, set `sandbox: unsafe_subprocess`"
+    return "\n".join([told, *tried, fix, trust])
 
 
 def unsafe_warning() -> str:

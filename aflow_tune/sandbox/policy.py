@@ -1,9 +1,8 @@
 """What `sandbox:` of a configuration means: a backend, and the packages that programs may import.
 
 A policy is the name of a backend, followed by packages: `auto+numpy+sympy`. In a run a context
-variable carries what `auto` means; a policy that was given explicitly wins. A package brings what
-its distribution requires and the libraries that came with it (`numpy.libs`): programs get a finder
-for these names alone, and no other folder of installed packages can be read.
+variable carries what `auto` means. A package brings what its distribution requires and the
+libraries that came with it (`numpy.libs`); nothing else of the installed packages can be read.
 """
 
 from __future__ import annotations
@@ -89,9 +88,8 @@ def installed(names: Sequence[str]) -> tuple[str, ...]:
 def find_packages(
     names: tuple[str, ...], where: str = "sandbox: packages"
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Look packages up, with what they require: name and file of each module that can be imported,
-    and what must be readable for that, links resolved. BadInput: with every name that is no
-    package, or not one that is installed here."""
+    """Packages with what they require: name and file of each module that can be imported, and what
+    must be readable for that. BadInput: every name that is no package installed here."""
     faults: list[Fault] = []
     files: dict[str, str] = {}
     folders: dict[str, None] = {}
@@ -125,14 +123,11 @@ def _file_of(name: object) -> tuple[str | None, str]:
         return None, "no plain name"
     if name in sys.stdlib_module_names:
         return None, "of the standard library, which is there already"
-    try:
+    spec = None
+    with contextlib.suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        return None, "not installed"
-    if spec.origin is None or not os.path.isfile(spec.origin):
-        return None, "a folder without __init__.py"
+    if spec is None or spec.origin is None or not os.path.isfile(spec.origin):
+        return None, "not installed, or a folder without __init__.py"
     return os.path.realpath(spec.origin), ""
 
 

@@ -1,8 +1,8 @@
 """One sandbox, seen from outside: start it, see that it holds, run one program, end it.
 
-A sandbox is an interpreter that waits, confined, for its one program (`_inside.py`). Every method
-runs on the event loop of `running.py`'s thread. What comes out of it is data of unknown honesty:
-output is cut at its limit, reports are parsed strictly, and time is kept here as well.
+A sandbox is an interpreter that waits for its one program (`_inside.py`). Every method runs on the
+event loop of `running.py`'s thread. Nothing that comes out is trusted: output is cut at its limit,
+reports are parsed strictly, and time is kept here as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import socket
 import subprocess
 import time
 import weakref
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from types import CodeType
 from typing import Any
@@ -32,7 +31,7 @@ from aflow_tune.sandbox.view import system_paths
 @dataclass(frozen=True)
 class Launch:
     """How to start one sandbox: the command before the interpreter, what it is told, descriptors
-    beside its own, and what comes through the one whose number replaces FILTER in the command."""
+    that it inherits, and the filter whose descriptor replaces FILTER in the command."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
@@ -46,12 +45,8 @@ FILTER = "<filter>"
 
 @functools.cache
 def code_of(name: str) -> CodeType:
-    """The compiled code of a module, from its cache where there is one. `name` may leave out
-    this package."""
-    try:
-        spec = importlib.util.find_spec(name if "." in name else f"aflow_tune.sandbox.{name}")
-    except ModuleNotFoundError:
-        spec = None
+    """The compiled code of a module of ours. `name` may leave out this package."""
+    spec = importlib.util.find_spec(name if "." in name else f"aflow_tune.sandbox.{name}")
     code = spec.loader.get_code(spec.name) if spec and spec.loader else None  # type: ignore[attr-defined]
     if not isinstance(code, CodeType):
         raise BackendFailed(f"the code of {name} is missing from this installation")
@@ -88,8 +83,7 @@ def framed(message: dict[str, Any]) -> bytes:
 
 
 START_SECONDS, GRACE_SECONDS, END_SECONDS = 20.0, 1.0, 10.0
-"""For a sandbox to be ready on a busy machine; after the program's time, in which the inside ends
-it; for it to be gone."""
+"""To be ready on a busy machine; to end the program from inside; to be gone."""
 
 _STUB = (
     "import sys,_socket,marshal\n"
@@ -98,15 +92,13 @@ _STUB = (
     "main(control,int(sys.argv[2]))"
 )
 ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-"""Our ends of all sockets. A fork of this process has to close them: a sandbox whose parent was
-killed notices that by their end (`running.py`)."""
+"""Our ends of all sockets, which a fork of this process closes: their end tells a sandbox that its
+parent was killed."""
 _NAMESPACES = ("user", "pid", "net", "mnt", "ipc", "uts")
 
 
 @dataclass
 class _Output:
-    """What came out of one stream, up to its limit."""
-
     descriptor: int
     limit: int
     data: bytearray = field(default_factory=bytearray)
@@ -179,13 +171,13 @@ class Sandbox:
             self._loop.add_reader(output.descriptor, self._read, output)
 
     async def ready(self) -> None:
-        """Wait until the inside waits for its program, and look at it from out here. Raises
-        BackendFailed: it does not hold."""
+        """Wait until the inside waits for its program, and look at it from here. BackendFailed: it
+        does not hold."""
         try:
             async with asyncio.timeout(START_SECONDS):
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     await self._loop.sock_sendall(self.control, self._setup)
-                line = await self._line(with_sender=True)
+                line = await self._line()
         except TimeoutError:
             raise BackendFailed(f"it was not ready after {START_SECONDS:.0f} seconds") from None
         if line != "ready":
@@ -197,8 +189,7 @@ class Sandbox:
             self._look()
 
     async def run(self, job: Job) -> Execution:
-        """Run the program, to its end or to that of its limits. BackendFailed: it was not started,
-        as it could not confine itself."""
+        """Run the program. BackendFailed: it was not started, as it could not confine itself."""
         for output in self._outputs:
             output.limit = job.limits.output_kb << 10
             output.data.clear()
@@ -218,10 +209,9 @@ class Sandbox:
         except TimeoutError:
             self.stop("seconds")
         seconds = time.monotonic() - started
-        if not report:
+        if not report or not await self._gone():
             await self.end()
-        # The tree is to be gone; nothing confined can hold the streams then; what is not, may.
-        await self._gone(self.end)
+        # Nothing confined can hold the streams now; what is unconfined may.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 for output in self._outputs:
@@ -229,22 +219,18 @@ class Sandbox:
         return self._execution(report, seconds)
 
     async def end(self) -> None:
-        """Kill whatever of it is alive, wait until it is gone, close what is ours."""
+        """Kill whatever of it is alive, and wait until it is gone."""
         self._kill()
-
-        async def kill() -> None:
+        if not await self._gone():
             self._process.kill()
             await self._exited.wait()
 
-        await self._gone(kill)
-
-    async def _gone(self, otherwise: Callable[[], Awaitable[None]]) -> None:
-        """Wait for its end, and do something else where it does not come."""
-        try:
+    async def _gone(self) -> bool:
+        """Wait for its end; False where that does not come in time."""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 await self._exited.wait()
-        except TimeoutError:
-            await otherwise()
+        return self._exited.is_set()
 
     async def close(self) -> None:
         """`end`, and give the descriptors back. The channel's is its user's."""
@@ -270,7 +256,7 @@ class Sandbox:
         self._exited.set()
 
     def stop(self, limit: str) -> None:
-        """End the program because it passed this limit; '': for another reason."""
+        """End the program for passing this limit; '': for another reason."""
         if self._killed_for is None:
             self._killed_for = limit
             self._kill()
@@ -289,22 +275,17 @@ class Sandbox:
             with contextlib.suppress(OSError):
                 self.control.shutdown(socket.SHUT_RDWR)
 
-    async def _line(self, with_sender: bool = False) -> str:
+    async def _line(self) -> str:
         """The next line of the inside; '' where it ended or says too much."""
         while b"\n" not in self._lines:
-            piece = await self._piece(with_sender)
+            piece = await self._piece()
             self._lines += piece
             if not piece or len(self._lines) > 2000:
                 return ""
         line, _, self._lines = self._lines.partition(b"\n")
         return line.decode("ascii", "replace")
 
-    async def _piece(self, with_sender: bool) -> bytes:
-        if not with_sender:
-            try:
-                return await self._loop.sock_recv(self.control, 2000)
-            except ConnectionResetError:
-                return b""
+    async def _piece(self) -> bytes:
         readable = asyncio.Event()
         self._loop.add_reader(self.control, readable.set)
         try:
@@ -361,8 +342,7 @@ class Sandbox:
             os.close(output.descriptor)
 
     def _execution(self, report: list[str], seconds: float) -> Execution:
-        """Put together what is known: `report` holds the words of the inside's last line, none
-        where it had no time to report."""
+        """What is known: `report` holds the words of the inside's last line, if there was one."""
         code, reason, hits = None, "lost", set()
         if len(report) == 4 and report[0] == "ended":
             code = int(report[1]) if re.fullmatch(r"-?\d{1,3}", report[1]) else None
@@ -393,7 +373,6 @@ _ENDINGS = {
     "output_kb": Ending.TOO_MUCH_OUTPUT,
 }
 _KNOWN = frozenset(Limits.__dataclass_fields__)
-# How a traceback of Python ends where an allocation or a write was refused: MemoryError, and
-# EFBIG, ENOSPC, EDQUOT as the kernel numbers them.
+# How a traceback ends where an allocation or a write was refused: EFBIG, ENOSPC, EDQUOT.
 _LAST_LINE_MEMORY = re.compile(r"(\w+\.)*MemoryError\b")
 _LAST_LINE_DISK = re.compile(r"\[Errno (27|28|122)\]")

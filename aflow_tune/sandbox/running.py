@@ -1,14 +1,13 @@
 """Run one program in the sandbox, from async code or from plain code; or talk with one.
 
-One thread a process, the engine, has an event loop of its own, starts sandboxes and runs programs
-in them. It lives as long as the process: the kernel ends a sandbox with the thread that started it,
-and one that is not reached by that ends when its socket closes. Each sandbox is used once. From the
-second program on some are kept ready for a while, of each kind that was wanted. A forked process
+One thread a process, the engine, starts sandboxes and runs programs in them. The kernel ends a
+sandbox with the thread that started it, or the sandbox itself when its socket closes. Each is used
+once; from the second program on some are kept ready, of each kind that was wanted. A forked process
 starts an engine of its own.
 
 A conversation is JSON values, one a line, over a private socket; for the program it is the module
-`aflow_channel` (`_channel_inside.py`). Nothing it says is trusted: a line that is no JSON, null, or
-longer than the program's output limit ends it, and nothing is read ahead.
+`aflow_channel`. A line that is no JSON, null, or longer than the output limit ends the program, and
+nothing is read ahead.
 """
 
 from __future__ import annotations
@@ -43,12 +42,8 @@ from aflow_tune.trace import ProgramRun, note
 
 T = TypeVar("T")
 
-IDLE_SECONDS = 20.0
-REFILL_SECONDS = 0.03
-"""After one with a module was taken, until another is started; at once where none is left."""
 _Kind = tuple[Level, int, str, tuple[str, ...]]
-"""A level, how much disk its sandboxes have in MB, the module that they load in advance, and the
-packages that their programs may import."""
+"""Level, disk in MB, the module that is loaded in advance, packages that programs may import."""
 
 
 class Engine:
@@ -57,28 +52,25 @@ class Engine:
     def __init__(self) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
         self.pid, self._keep, self._served = os.getpid(), max(2, min(4, cores)), 0
-        self._closing = self._warned = False
-        self._waiting: defaultdict[_Kind, list[Sandbox]] = defaultdict(list)
-        self._coming: defaultdict[_Kind, set[asyncio.Task[None]]] = defaultdict(set)
-        self._idle: asyncio.TimerHandle | None = None
+        self._warned = False
+        self._spare: defaultdict[_Kind, list[asyncio.Task[Sandbox]]] = defaultdict(list)
         self._loop = asyncio.new_event_loop()
         self._found: dict[str, Detection] = {}
         self._detecting = asyncio.Lock()
         self.running = asyncio.Semaphore(4 * cores)
-        """Programs that run at once; held by `run_program`, not by channels."""
+        """Programs of `run_program` that run at once."""
         self._starting = asyncio.Semaphore(2 * cores)
         run = self._loop.run_forever
         self._thread = threading.Thread(target=run, name="aflow-tune-sandbox", daemon=True)
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run on the engine's loop, from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     @contextlib.asynccontextmanager
     async def sandbox(self, policy: str, disk_mb: int, preload: str = "") -> AsyncIterator[Sandbox]:
-        """A sandbox of its own for the block, with this module of ours loaded; it is gone when the
-        block is left. SandboxUnavailable: no backend that the policy accepts can be built."""
+        """A sandbox for the block, with this module of ours loaded; it is gone when the block is
+        left. SandboxUnavailable: no backend that the policy accepts can be built."""
         backend, packages = parts(policy)
         found = await self.detect(backend)
         if found.level is None:
@@ -98,7 +90,6 @@ class Engine:
                     await asyncio.shield(closing)
 
     async def detect(self, policy: str) -> Detection:
-        """The backend for a policy, proved by starting a sandbox; remembered."""
         async with self._detecting:
             if policy not in self._found:
                 self._found[policy] = await self._detect(policy)
@@ -145,48 +136,21 @@ class Engine:
 
     async def _take(self, kind: _Kind) -> Sandbox:
         self._served += 1
-        waiting = self._waiting[kind]
-        while waiting:
-            found = waiting.pop()
-            if found.alive:
-                break
-            await _discard(found)
-        else:
+        spare = self._spare[kind]
+        found: Sandbox | None = None
+        while spare and found is None:
+            with contextlib.suppress(BackendFailed):
+                found = await spare.pop(0)
+                if not found.alive:
+                    await _discard(found)
+                    found = None
+        if found is None:
             with _told(kind[0]):
                 found = await self.start(*kind)
-        if self._served > 1 and waiting and kind[2]:
-            # Starting one takes a core for long, which this one's program may want.
-            self._loop.call_later(REFILL_SECONDS, self._refill, kind)
-        elif self._served > 1:
-            self._refill(kind)
+        if self._served > 1:
+            missing = self._keep - len(spare)
+            spare += [self._loop.create_task(self.start(*kind)) for _ in range(missing)]
         return found
-
-    def _refill(self, kind: _Kind) -> None:
-        if self._closing:
-            return
-        if self._idle is not None:
-            self._idle.cancel()
-        self._idle = self._loop.call_later(IDLE_SECONDS, self._rest)
-        coming = self._coming[kind]
-        for _ in range(self._keep - len(self._waiting[kind]) - len(coming)):
-            task = self._loop.create_task(self._add(kind))
-            coming.add(task)
-            task.add_done_callback(coming.discard)
-
-    async def _add(self, kind: _Kind) -> None:
-        # Who needs one will start one, and say what is wrong.
-        with contextlib.suppress(BackendFailed):
-            sandbox = await self.start(*kind)
-            if self._closing:
-                await _discard(sandbox)
-            else:
-                self._waiting[kind].append(sandbox)
-
-    def _rest(self) -> None:
-        """Nothing ran for a while: end those that wait."""
-        for waiting in self._waiting.values():
-            while waiting:
-                self._loop.create_task(_discard(waiting.pop()))
 
     def close(self) -> None:
         """End what waits. At the end of the process; what runs ends with it."""
@@ -194,11 +158,10 @@ class Engine:
             return
 
         async def shut() -> None:
-            self._closing = True
-            coming = [task for tasks in self._coming.values() for task in tasks]
-            await asyncio.gather(*coming, return_exceptions=True)
-            left = [sandbox for waiting in self._waiting.values() for sandbox in waiting]
-            await asyncio.gather(*map(_discard, left))
+            spare = [task for tasks in self._spare.values() for task in tasks]
+            for sandbox in await asyncio.gather(*spare, return_exceptions=True):
+                if isinstance(sandbox, Sandbox):
+                    await _discard(sandbox)
 
         with contextlib.suppress(Exception):
             self.submit(shut()).result(timeout=5)
@@ -216,7 +179,6 @@ _engine: Engine | None = None
 
 
 def engine() -> Engine:
-    """This process's engine."""
     global _engine
     with _lock:
         if _engine is None or _engine.pid != os.getpid():
@@ -226,7 +188,7 @@ def engine() -> Engine:
 
 
 def _forget() -> None:
-    # The lock may have been held by a thread that does not exist in the child.
+    # A thread that does not exist in the child may have held the lock.
     global _lock, _engine
     _lock, _engine = threading.Lock(), None
     for end in list(ends):
@@ -244,16 +206,13 @@ async def run_program(
     policy: str = "auto",
     files: Mapping[str, str] = {},
 ) -> Execution:
-    """Run a Python program, as `main.py` in an empty working folder, by the interpreter that runs
+    """Run a Python program as `main.py` in an empty working folder, by the interpreter that runs
     us, with the standard library and the packages of the policy. A cancelled call kills it first.
 
-    `files`: texts that lie in the working folder, by relative path. `policy`: one of `Level`, or
-    auto: what the run's configuration says, else the strongest backend that can be built, never
-    unsafe_subprocess; packages that the program may import follow: `auto+numpy`.
-
-    Raises:
-        SandboxUnavailable: no such backend can be built; the program was not run.
-        BadInput: the policy, a limit or a file's name makes no sense.
+    `files`: texts in the working folder, by relative path. `policy`: a `Level`, or auto: what the
+    run's configuration says, else the strongest backend that can be built, never unsafe_subprocess;
+    packages follow: `auto+numpy`. Raises SandboxUnavailable: no such backend can be built, nothing
+    was run; BadInput: the policy, a limit or a file's name makes no sense.
     """
     job, policy = checked_job(source, stdin, limits, files, channel=False), meant(policy)
     started = time.monotonic()
@@ -262,31 +221,20 @@ async def run_program(
     return execution
 
 
-def run_program_sync(
-    source: str,
-    *,
-    stdin: str = "",
-    limits: Limits = Limits(),  # noqa: B008
-    policy: str = "auto",
-    files: Mapping[str, str] = {},
-) -> Execution:
+def run_program_sync(source: str, **options: Any) -> Execution:
     """`run_program` for code without an event loop; it may also be called inside one."""
-    job, policy = checked_job(source, stdin, limits, files, channel=False), meant(policy)
-    started, home = time.monotonic(), engine()
-    future = home.submit(_run(home, job, policy))
+    future = engine().submit(run_program(source, **options))
     try:
-        execution = future.result()
+        return future.result()
     except BaseException:
         future.cancel()
         raise
-    note_run(execution, started)
-    return execution
 
 
 def detect(policy: str = "auto") -> Detection:
     """The backend that this process uses, proved by starting a sandbox; remembered."""
-    home, policy = engine(), meant(policy)
-    return home.submit(home.detect(parts(policy)[0])).result()
+    home = engine()
+    return home.submit(home.detect(parts(meant(policy))[0])).result()
 
 
 async def _run(home: Engine, job: Job, policy: str) -> Execution:
@@ -330,7 +278,6 @@ async def elsewhere(work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
 
 
 def note_run(execution: Execution, started: float) -> None:
-    """Put a run into the current trace."""
     level, outcome = execution.level.value, execution.ending.value
     told: Any = {"seconds": execution.seconds, "limits_hit": execution.limits_hit}
     note(ProgramRun(started=started, level=level, outcome=outcome, **told))
@@ -342,9 +289,7 @@ def checked_job(
     """A job whose limits and names make sense. BadInput: all that does not."""
     faults = []
     for name, value in vars(limits).items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        unset = name == "cpu_seconds" and value is None
-        if not unset and not (number and 0 < value < 1 << 30):
+        if value is not None and not 0 < value < 1 << 30:
             told = "a number above 0", repr(value), "give a positive number"
             faults.append(Fault(f"limits.{name}", *told))
     for name in files:
@@ -362,11 +307,11 @@ def checked_job(
 
 
 class ProgramEnded(AflowTuneError, BrokenPipeError):
-    """A message was sent to a program that has ended; `receive` and `execution` say how."""
+    """A message was sent to a program that has ended."""
 
 
 class Channel:
-    """Our end. One for each program; `send` and `receive` may be awaited at the same time."""
+    """Our end; `send` and `receive` may be awaited at once."""
 
     def __init__(self, sandbox: Sandbox, running: asyncio.Future[Execution], bound: int) -> None:
         self._sandbox, self._socket = sandbox, sandbox.channel
@@ -376,8 +321,8 @@ class Channel:
         self._sending, self._receiving = asyncio.Lock(), asyncio.Lock()
 
     async def send(self, message: Any) -> None:
-        """Send a JSON value other than null; waits while the program does not read. TypeError,
-        ValueError: it is not one, or too long. ProgramEnded: nobody is there to read it."""
+        """Send a JSON value other than null. TypeError, ValueError: it is not one, or too long.
+        ProgramEnded: nobody is there to read it."""
         if message is None:
             raise ValueError("None is no message: it means that there will be none")
         line = json.dumps(message).encode() + b"\n"
@@ -445,12 +390,8 @@ async def open_channel(
     preload: str = "",
 ) -> AsyncIterator[Channel]:
     """Run a program as `run_program` does, and talk with it, in messages of at most
-    `limits.output_kb`. Leaving the block kills it. Raises as `run_program`.
-
-    `preload`: the dotted name of a module that the program finds as `aflow_preloaded`, loaded
-    before the program arrives and before its limits begin, with the standard library alone. It is
-    ours: nothing is confined from files yet while it loads.
-    """
+    `limits.output_kb`. Leaving the block kills it. `preload` names a module of ours that the
+    program finds as `aflow_preloaded`, loaded before limits and confinement begin."""
     job, policy = checked_job(source, "", limits, files, channel=True), meant(policy)
     loop = asyncio.get_running_loop()
     taken: asyncio.Future[Sandbox] = loop.create_future()

@@ -1,12 +1,10 @@
 """The system-call filter that both backends load: a small exact assembler for classic BPF.
 
-It allows by default and refuses what a program has no use for and an attack has: other processes'
-memory, namespaces and mounts, sockets, keys, kernel interfaces with a history, memory that no limit
-counts, and every call that is newer than this table. A refused call fails with EPERM, one that is
-made to look absent with ENOSYS; another architecture's calls kill the process.
-
-bubblewrap loads it by its `--seccomp`, Landlock in `_confine.py`. Instructions and their encoding
-are those of linux/filter.h and Documentation/userspace-api/seccomp_filter.rst.
+It allows by default and refuses what attacks need and programs do not: other processes' memory,
+namespaces, mounts, sockets, keys, kernel interfaces with a history, memory that no limit counts,
+and every call that is newer than this table. A refused call fails with EPERM, one that looks absent
+with ENOSYS; another architecture's calls kill the process. Instructions are those of linux/filter.h
+and Documentation/userspace-api/seccomp_filter.rst.
 """
 
 from __future__ import annotations
@@ -31,17 +29,14 @@ _KILL = 0x8000_0000
 _ALLOW = 0x7FFF_0000
 _ERRNO = 0x0005_0000
 
-ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
-"""AUDIT_ARCH_* of the machines that the tables below are for."""
+ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}  # AUDIT_ARCH_*
 _X32_CALLS = 0x3FFF_FFFF
-_NEWEST = 462
-"""Numbers above are newer than this table (mseal); they are the same on every architecture."""
+_NEWEST = 462  # above are calls newer than this table, on every architecture
 
 _NEW_NAMESPACES = 0x7E02_0000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET. NEWTIME is unshare's alone."""
 _AF_UNIX = 1
-_SOCK_DGRAM = 2
-"""A bit of SOCK_DGRAM and SOCK_RAW; neither of SOCK_STREAM nor of SOCK_SEQPACKET."""
+_SOCK_DGRAM = 2  # a bit of SOCK_RAW too; neither of SOCK_STREAM nor of SOCK_SEQPACKET
 
 
 def _table(text: str) -> dict[str, tuple[int | None, int | None]]:
@@ -117,16 +112,15 @@ SIGNAL_CALLS = _table(
 )
 """Refused where neither a process namespace nor Landlock (before version 6) bounds signals."""
 
+# Its flags stand in memory, where no filter can look; libraries fall back to clone.
 _ABSENT = {"clone3": (435, 435)}
-"""Its flags stand in memory, where no filter can look; libraries fall back to clone."""
 
 _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
 _PR_SET_DUMPABLE = 4
 
 Test = tuple[int, int, int, bool]
-"""Of a call: which argument, how it is compared, with what, and whether a match is refused (True)
-or everything else (False)."""
+"""Which argument, how it is compared, with what, and whether a match is refused or all else."""
 EXAMINED: dict[str, tuple[tuple[int, int], list[Test]]] = {
     "clone": ((56, 220), [(0, _JUMP_ANY_BIT, _NEW_NAMESPACES, True)]),
     # Half a pair of datagram sockets can send to any address.
@@ -153,8 +147,8 @@ EXAMINED: dict[str, tuple[tuple[int, int], list[Test]]] = {
     # Landlock only: an undumpable process hides from its supervisor what it holds open.
     "prctl": ((157, 167), [(0, _JUMP_EQUAL, _PR_SET_DUMPABLE, True)]),
 }
-"""Allowed or refused by their arguments. Their low halves are enough: the kernel takes each as an
-int, except prlimit's and clone's, where a high half changes nothing that matters here."""
+"""By their arguments, whose low halves are enough: the kernel takes each as an int, except
+prlimit's and clone's, where a high half changes nothing that matters here."""
 
 
 def supported() -> bool:
@@ -163,14 +157,13 @@ def supported() -> bool:
 
 
 def filter_program(*, landlock: bool = False, refuse_signals: bool = False) -> bytes:
-    """The filter for this machine (`supported`), as `struct sock_filter[]`: with what is needed
-    beside Landlock; without signals to any process, not even to itself."""
+    """The filter for this machine, as `struct sock_filter[]`: with what is needed beside Landlock;
+    without signals, not even to itself."""
     code = _instructions(platform.machine(), landlock, refuse_signals)
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
 
 
-Instruction = tuple[int, int, int, int]
-"""Code, how far to jump where the comparison holds and where not, operand."""
+Instruction = tuple[int, int, int, int]  # code, how far to jump if true and if not, operand
 
 
 def _instructions(machine: str, landlock: bool, refuse_signals: bool) -> Iterator[Instruction]:

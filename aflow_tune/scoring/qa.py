@@ -1,9 +1,8 @@
 """Scoring short textual answers, HotpotQA's and DROP's: token F1, published and strict.
 
-Both rules, and why hedging does not pay by the strict one, stand in docs/scoring.md. Numbers must
-be the reference's, none missing and none more: the number rule of DROP's own metric (Dua et al.
-2019) in both directions. 'yes', 'no' and 'noanswer' count only alone (hotpot_evaluate_v1.py, Yang
-et al. 2018).
+Both rules, and why hedging does not pay by the strict one: docs/scoring.md. Numbers must be the
+reference's: the number rule of DROP's own metric (Dua et al. 2019) in both directions. 'yes', 'no'
+and 'noanswer' count only alone (hotpot_evaluate_v1.py, Yang et al. 2018).
 """
 
 from __future__ import annotations
@@ -58,27 +57,20 @@ def hotpotqa_published(answer: str, reference: str) -> Score:
 
 
 def hotpotqa_strict(answer: str, reference: str) -> Score:
-    """F1 against the one reference by the strict rule. Raises CannotScore: the reference is
-    empty."""
+    """F1 against the one reference by the strict rule. CannotScore: the reference is empty."""
     if not reference.strip():
         raise CannotScore("an empty reference")
     return _strict(answer, reference)
 
 
 def drop_published(answer: str, references: str) -> Score:
-    """The best F1 of a part of the answer against a reference; both are split at `|`. Raises
-    CannotScore: there is no reference."""
+    """The best F1 of a part of the answer against a reference; both are split at `|`."""
     parts = answer.split("|")
     return _score(max(token_f1(part, ref) for ref in split(references) for part in parts))
 
 
 def drop_strict(answer: str, references: str) -> Score:
-    """The best of the whole answer and of its parts, which must be a reference each, by the
-    strict rule.
-
-    Raises:
-        CannotScore: there is no reference.
-    """
+    """The best of the whole answer and of its parts, which must be a reference each."""
     expected = split(references)
     whole = [part for part in answer.split("|") if part.strip()]
     if not whole:

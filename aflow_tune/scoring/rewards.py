@@ -1,9 +1,8 @@
 """What rewards are built from: their settings, weighted parts, the two shipped sums of parts.
 
 `five_part` asks whether an answer is right, cheap, simple, well formed and terse; `agent_reward`
-looks at the tools that an agent called, so it depends on no agent framework. Each part is a number
-in [0, 1]. A part that is None is not known: its weight falls to the others, never is it taken for
-0. An answer that cannot be scored has no reward (`Unscored`).
+looks at the tools that an agent called. Each part is a number in [0, 1], or None: not known, so
+that its weight falls to the others. An answer that cannot be scored has no reward (`Unscored`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from aflow_tune.context import current_rollout
@@ -89,8 +88,7 @@ def logged(scores: Mapping[Rule, Score]) -> dict[str, float]:
 
 
 def weighted(parts: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
-    """The weighted mean of the parts that are known, in [0, 1] if they are. A part that is None is
-    unknown, not 0: its weight falls to the others. Raises Unscored: none is known."""
+    """The weighted mean of the parts that are known. Raises Unscored: none is known."""
     known = {name: value for name, value in parts.items() if value is not None}
     total = sum(weights[name] for name in known)
     if total <= 0:
@@ -117,13 +115,10 @@ def text_of(response: Any) -> str:
 N = TypeVar("N", int, float)
 
 NGRAM = 4
-"""Words that stand together when repetition is looked for."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one run used. None: not known."""
-
     usd: float | None
     tokens: int | None
     seconds: float
@@ -152,7 +147,6 @@ class FivePart:
     parts: Mapping[str, float | None]
 
     def metrics(self) -> dict[str, float]:
-        """Each known part under `five_part/NAME`."""
         return {f"five_part/{name}": v for name, v in self.parts.items() if v is not None}
 
 
@@ -164,14 +158,13 @@ def five_part(
     form: str = r"\S",
 ) -> FivePart:
     """The reward of an answer: 0 of the weighted sum is `lowest`, 1 is `highest`; with the defaults
-    20 * sum - 10.
+    20 * sum - 10. The parts, with left(x) = max(0, 1 - x / limit):
 
     - correctness: `score`, held within [0, 1].
-    - efficiency: 1 at no cost, in a line to 0 at the limit: of money, else of tokens, else None.
-    - simplicity: the mean of two such lines, of the time and of the number of operator calls.
+    - efficiency: left(money), else left(tokens), else None.
+    - simplicity: the mean of left(time) and left(number of operator calls).
     - format: 1 if the regular expression `form` is found in the answer, else 0.
-    - repetition: the share of the answer's runs of four words, compared without case, that do not
-      repeat one before; 1 for an answer of fewer words.
+    - repetition: the share of runs of four words, without case, that do not repeat one before.
     """
     chosen = settings or FivePartSection()
     words = answer.lower().split()
@@ -202,75 +195,46 @@ def total(values: Sequence[N | None]) -> N | None:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call; its arguments as far as they are known."""
-
     name: str
     arguments: Any = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgentRun:
-    """What an agent did for one task: how far it was completed, in [0, 1]; its tool calls; `steps`,
-    the model's answers, those without a tool call included; how many could not be read."""
-
-    completion: float
-    calls: Sequence[ToolCall] = ()
-    steps: int = 0
-    format_errors: int = 0
-    timed_out: bool = False
-
-
-@dataclass(frozen=True)
-class AgentReward:
-    """The reward, its parts in [0, 1], what was taken off, and a sentence about each."""
-
-    reward: float
-    parts: Mapping[str, float]
-    penalties: Mapping[str, float] = field(default_factory=dict)
-    """By name, as numbers of 0 or less."""
-    feedback: str = ""
-
-    def metrics(self) -> dict[str, float]:
-        """Each part and each penalty under `agent/NAME`."""
-        return {f"agent/{n}": v for n, v in (*self.parts.items(), *self.penalties.items())}
-
-
 def agent_reward(
-    run: AgentRun,
+    completion: float,
+    calls: Sequence[ToolCall],
     wanted: Sequence[str],
+    *,
+    steps: int = 0,
+    format_errors: int = 0,
+    timed_out: bool = False,
     optimal_steps: int | None = None,
     settings: AgentRewardSection | None = None,
-) -> AgentReward:
-    """The reward of a run whose task wants the tools `wanted` (none: an empty list).
+) -> tuple[float, dict[str, float]]:
+    """The reward of an agent's run, and each part and penalty as the metric `agent/NAME`.
 
-    A penalty counts once for each wrong tool call, redundant call and format error, and once
-    for a time-out. The sum is not below `settings.lowest`.
+    Weighted parts in [0, 1], less a penalty for each wrong tool call, redundant call and format
+    error, and for a time-out; at least `settings.lowest`. `completion` is in [0, 1], `wanted` the
+    tools that the task wants; `steps` are the model's answers, with tool calls and without.
     """
     chosen = settings or AgentRewardSection()
-    optimal = optimal_steps or chosen.optimal_steps
-    called = [call.name for call in run.calls]
+    called = [call.name for call in calls]
     parts = {
-        "completion": min(1.0, max(0.0, run.completion)),
+        "completion": min(1.0, max(0.0, completion)),
         "accuracy": tool_accuracy(called, wanted),
-        "efficiency": efficiency(run.steps, optimal),
+        "efficiency": efficiency(steps, optimal_steps or chosen.optimal_steps),
         "timing": timing(called, wanted),
-        "format": float(run.format_errors == 0),
+        "format": float(format_errors == 0),
     }
     counts = {
         "wrong_tool": sum(name not in wanted for name in called),
-        "redundant_call": len(redundant_calls(run.calls, wanted)),
-        "format_error": run.format_errors,
-        "time_out": int(run.timed_out),
+        "redundant_call": len(redundant_calls(calls, wanted)),
+        "format_error": format_errors,
+        "time_out": int(timed_out),
     }
-    penalties = {f"penalty_{name}": -getattr(chosen, name) * n for name, n in counts.items()}
+    penalties = {f"penalty_{k}": -getattr(chosen, k) * n or 0.0 for k, n in counts.items()}
     weights = {name: getattr(chosen, name) for name in WEIGHTS["agent"]}
-    total = weighted(parts, weights) + sum(penalties.values())
-    return AgentReward(
-        reward=max(chosen.lowest, total),
-        parts=parts,
-        penalties={name: value or 0.0 for name, value in penalties.items()},
-        feedback=feedback(run, wanted, optimal),
-    )
+    reward = max(chosen.lowest, weighted(parts, weights) + sum(penalties.values()))
+    return reward, {f"agent/{name}": value for name, value in (parts | penalties).items()}
 
 
 def tool_accuracy(called: Sequence[str], wanted: Sequence[str]) -> float:
@@ -293,10 +257,8 @@ def timing(called: Sequence[str], wanted: Sequence[str]) -> float:
 
 
 def redundant_calls(calls: Sequence[ToolCall], wanted: Sequence[str]) -> list[str]:
-    """Calls of wanted tools that repeat one before, name and arguments, in order.
-
-    A tool that `wanted` names several times may be called as often.
-    """
+    """Calls of wanted tools that repeat one before, name and arguments, more often than `wanted`
+    names the tool."""
     allowed, seen = Counter(wanted), Counter[str]()
     repeats = []
     for call in calls:
@@ -305,24 +267,6 @@ def redundant_calls(calls: Sequence[ToolCall], wanted: Sequence[str]) -> list[st
         if call.name in allowed and seen[key] > allowed[call.name]:
             repeats.append(call.name)
     return repeats
-
-
-def feedback(run: AgentRun, wanted: Sequence[str], optimal_steps: int) -> str:
-    """How far the task was completed, and what to do otherwise, a sentence each."""
-    called = [call.name for call in run.calls]
-    missing = ", ".join(name for name in dict.fromkeys(wanted) if name not in called)
-    wrong = ", ".join(name for name in dict.fromkeys(called) if name not in wanted)
-    repeated = Counter(redundant_calls(run.calls, wanted))
-    lines = {
-        f"The task was completed to {run.completion:.0%}.": True,
-        f"Not called but needed: {missing}.": missing,
-        f"Called but not needed: {wrong}.": wrong,
-        **{f"{name} was called again {n} times without need.": n for name, n in repeated.items()},
-        f"It took {run.steps} steps where {optimal_steps} are enough.": run.steps > optimal_steps,
-        f"{run.format_errors} answers could not be read: keep to the format.": run.format_errors,
-        "The time ran out.": run.timed_out,
-    }
-    return " ".join(line for line, holds in lines.items() if holds)
 
 
 def target_tools(value: Any) -> list[str]:

@@ -1,7 +1,5 @@
-"""Rows of the benchmarks from a local file or the hub, in the form of AFlow's data.
-
-Hub data sets that name or nest their fields otherwise are mapped to it, a function each.
-"""
+"""Rows of the benchmarks from a local file or the hub, in the form of AFlow's data, to which hub
+data sets of another form are mapped."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ from typing import Any
 from aflow_tune.errors import BadInput, Fault
 
 Row = Mapping[str, Any]
-MAX_FAULTS = 20
-"""Faults of one file that are listed."""
+MAX_FAULTS = 20  # of one file that are listed
 
 
 @dataclass(frozen=True)
@@ -30,38 +27,31 @@ class HubSource:
 
 
 def read_jsonl(path: Path, fields: Mapping[str, type]) -> list[dict[str, Any]]:
-    """All rows of a file with one JSON object a line; blank lines are skipped.
-
-    `fields` are those that every row must have, with their types.
-
-    Raises:
-        BadInput: the file cannot be read, or rows are no objects or lack something.
-    """
+    """All rows of a file with one JSON object a line; blank lines are skipped. Raises BadInput: it
+    cannot be read, or rows are no objects or lack one of `fields` in its type."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        fix = "check the path and that it is a text file in UTF-8"
-        expected = "a readable file of JSON lines"
-        title = f"{path} cannot be read"
-        raise BadInput.of(title, str(path), expected, str(error), fix) from None
+        title, fix = f"{path} cannot be read", "check the path and that it is a text file in UTF-8"
+        raise BadInput.of(title, str(path), "a file of JSON lines", str(error), fix) from None
     rows: list[dict[str, Any]] = []
     faults: list[Fault] = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        place, found = f"{path}:{number}", ""
+        place = f"{path}:{number}"
         try:
             row = json.loads(line)
-            found = "" if isinstance(row, dict) else f"a {type(row).__name__}"
+            if not isinstance(row, dict):
+                raise ValueError(f"a {type(row).__name__}")
+            fault = field_fault(place, row, fields)
         except (ValueError, RecursionError) as error:  # ValueError: also a number too long
-            found = str(error)
-        if found:
-            fault = Fault(place, "one JSON object in a line", found, "correct or remove this line")
-            faults.append(fault)
-        elif lacking := field_fault(place, row, fields):
-            faults.append(lacking)
-        else:
+            told = "one JSON object in a line", str(error), "correct or remove this line"
+            fault = Fault(place, *told)
+        if fault is None:
             rows.append(row)
+        else:
+            faults.append(fault)
     if not rows and not faults:
         faults.append(Fault(str(path), "at least one row", "no rows", "write rows into the file"))
     if faults:
@@ -103,11 +93,8 @@ def read_hub(source: HubSource, split: str | None = None) -> list[dict[str, Any]
 
 
 def mbpp_row(row: Row) -> dict[str, Any]:
-    """google-research-datasets/mbpp, both its configurations.
-
-    The function's name is the first of the program's own that the tests call; its first line
-    joins the prompt, as the name would otherwise have to be guessed.
-    """
+    """google-research-datasets/mbpp, both its configurations. The function is the program's first
+    that the tests call; its first line joins the prompt, so that nobody has to guess its name."""
     if "entry_point" in row:
         return dict(row)
     imports = [*row.get("test_imports", ()), *filter(None, [row.get("test_setup_code")])]

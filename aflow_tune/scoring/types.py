@@ -16,23 +16,15 @@ class CannotScore(ValueError):
 
 @dataclass(frozen=True)
 class Score:
-    """A value in [0, 1], or None for 'unscored': nothing is known about the answer then.
-
-    `reason` says in words why the value is not 1; it is empty where there is nothing to say.
-    """
+    """A value in [0, 1], or None for 'unscored': nothing is known about the answer then. `reason`
+    says why the value is not 1."""
 
     value: float | None
     reason: str = ""
-
-    @property
-    def scored(self) -> bool:
-        """Whether there is a value."""
-        return self.value is not None
 
 
 RIGHT = Score(1.0)
 
 
 def wrong(reason: str) -> Score:
-    """A score of 0 with its reason."""
     return Score(0.0, reason)
