@@ -228,8 +228,7 @@ def use_recorded(config: AflowConfig, run_dir: Path) -> Iterator[None]:
 
 
 def _watched(config: AflowConfig) -> list[Device]:
-    """The run's devices on this machine: all that it sees, of which the local engine uses one,
-    and none where a service computes, or the CPU."""
+    """The run's devices on this machine; none where a service computes, or the CPU."""
     found = find_ray(config) if uses_ray(config) else None
     if (
         config.model.tinker.enable

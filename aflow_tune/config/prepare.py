@@ -388,7 +388,7 @@ def _run_validator(validator: Callable[[AflowConfig], None], config: AflowConfig
 @contextlib.contextmanager
 def _leaving_no_trace(config: AflowConfig) -> Iterator[None]:
     """Take away the folders that Trinity's validators make, and keep them from importing Trinity's
-    selectors, and `datasets` with them, for a second: a rule has asked for the names before."""
+    selectors, which takes a second: a rule has asked for the names before."""
     folder, name = chain_folder(config), "trinity.buffer.selector"
     own = [folder / "monitor", folder / "buffer", folder, *folder.parents]
     there = [path for path in own if path.exists()]

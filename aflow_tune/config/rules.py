@@ -211,8 +211,7 @@ def _unknown_name(config: AflowConfig, key: str, value: str, words: Iterable[str
 
 
 def _registered(case: Case) -> Found:
-    """Names that Trinity looks up in its registries, or dotted paths of classes; then arguments
-    of the functions that an algorithm is made of."""
+    """Names in Trinity's registries, or dotted paths of classes; then arguments of functions."""
     from trinity import algorithm as known
 
     config, algorithm = case.config, case.config.algorithm

@@ -29,20 +29,25 @@ _TRUTH = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
 _SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-def note_lines(node: yaml.Node, positions: KeyPositions, path: str = "") -> Iterator[Fault]:
+def note_lines(
+    node: yaml.Node, positions: KeyPositions, path: str = "", above: tuple[int, ...] = ()
+) -> Iterator[Fault]:
     """Keep the line of every key below a YAML node; yields keys that are there twice, and takes
     the first of the two out."""
+    if id(node) in above:  # an alias that contains itself
+        return
+    above = (*above, id(node))
     pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
     if isinstance(node, yaml.SequenceNode):
         for number, item in enumerate(node.value):
             positions.lines[f"{path}.{number}"] = item.start_mark.line + 1
-            yield from note_lines(item, positions, f"{path}.{number}")
+            yield from note_lines(item, positions, f"{path}.{number}", above)
     elif isinstance(node, yaml.MappingNode):
         for key_node, value in node.value:
             if key_node.tag == _MERGE:
                 merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
                 for one in merged:
-                    yield from note_lines(one, positions, path)
+                    yield from note_lines(one, positions, path, above)
                 pairs[f"<< {len(pairs)}"] = key_node, value
                 continue
             name = str(key_node.value)
@@ -53,7 +58,7 @@ def note_lines(node: yaml.Node, positions: KeyPositions, path: str = "") -> Iter
                 found = f"`{name}` again (first in line {first})"
                 yield Fault(positions.where(key), "every key once", found, "remove one of the two")
             pairs[name] = key_node, value
-            yield from note_lines(value, positions, key)
+            yield from note_lines(value, positions, key, above)
         node.value = list(pairs.values())
 
 
@@ -80,6 +85,7 @@ class Check:
     ) -> None:
         self.schema, self.where, self.raw, self.numbered = schema, where, raw, numbered
         self.faults: list[Fault] = []
+        self._above: list[int] = []
 
     def check(self, value: Any, kind: Any, path: str = "", choices: Sequence[str] = ()) -> Any:
         """The value without its faulty parts, or `WRONG`."""
@@ -89,9 +95,14 @@ class Check:
             return value
         if value is None and optional:
             return None
-        if isinstance(value, (dict, list)):
-            return self._container(value, expected, path)
-        return self._scalar(value, expected, path, choices)
+        if not isinstance(value, (dict, list)):
+            return self._scalar(value, expected, path, choices)
+        if id(value) in self._above:
+            return self._fault(path, "a finite value", "an alias that contains itself")
+        self._above.append(id(value))
+        kept = self._container(value, expected, path)
+        self._above.pop()
+        return kept
 
     def _container(self, value: Any, expected: Any, path: str) -> Any:
         known: dict[str, Any] | None = None
