@@ -146,14 +146,10 @@ def scatter_chart(
     marks: Sequence[Mark],
     ends: Bounds,
     ticks: Sequence[tuple[float, str]],
-    *,
-    line: Sequence[tuple[float, float]] = (),
 ) -> str:
     """Values (at least one) at places, each with its interval where it has one. `ends` are the
-    first and last place of the axis, `ticks` places with their names, `line` places and values that
-    are joined."""
-    frame = _Frame(ends, marks, [value for _, value in line])
-    drawing = [f'<polyline class="line c5" points="{frame.path(line)}"/>'] if line else []
+    first and last place of the axis, `ticks` places with their names."""
+    frame, drawing = _Frame(ends, marks, ()), []
     for at, value, label, low, high, colour in marks:
         x = frame.x(at)
         if low is not None and high is not None:
