@@ -2,13 +2,11 @@
 
 Rows 0..rows-1 are always the active sequences, each one's tokens at columns 0..length-1, so that a
 decode step reads one dense block. `PrefixStore` keeps finished sequences for a while, because an
-agent's next prompt usually begins with its last one. `plan` computes what prompts share once:
-copies of one, the beginning of an active or a finished sequence, of a prompt of the same batch.
+agent's next prompt usually begins with its last one. `plan` has shared beginnings computed once.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -104,45 +102,29 @@ class PrefixStore:
     counts tokens. Contents are valid for one version of the weights only."""
 
     capacity: int
-    entries: OrderedDict[int, tuple[TokenArray, Tensor]] = field(default_factory=OrderedDict)
-    size: int = 0
-    _next_key: int = 0
+    entries: list[tuple[TokenArray, Tensor]] = field(default_factory=list)
 
     def best(self, prompt: TokenArray) -> tuple[int, Tensor | None]:
         """The longest stored common prefix with `prompt`: its length and its storage."""
-        length, winner = 0, None
-        for key, (tokens, _) in self.entries.items():
-            shared = common_prefix(tokens, prompt)
-            if shared > length:
-                length, winner = shared, key
-        if winner is None:
+        shared = [common_prefix(tokens, prompt) for tokens, _ in self.entries]
+        length = max(shared, default=0)
+        if not length:
             return 0, None
-        self.entries.move_to_end(winner)
-        return length, self.entries[winner][1]
+        self.entries.append(self.entries.pop(shared.index(length)))
+        return length, self.entries[-1][1]
 
     def add(self, tokens: TokenArray, storage: Tensor) -> None:
         """Keep a copy of `storage` [layers, 2, heads, columns, dim] for `tokens`."""
         if len(tokens) > self.capacity:
             return
-        for key, (known, _) in list(self.entries.items()):
-            shared = common_prefix(known, tokens)
-            if shared == len(tokens):
-                self.entries.move_to_end(key)
-                return
-            if shared == len(known):
-                self._remove(key)
-        while self.size + len(tokens) > self.capacity:
-            self._remove(next(iter(self.entries)))
-        self.entries[self._next_key] = (tokens, storage[:, :, :, : len(tokens)].clone())
-        self._next_key += 1
-        self.size += len(tokens)
-
-    def clear(self) -> None:
-        self.entries.clear()
-        self.size = 0
-
-    def _remove(self, key: int) -> None:
-        self.size -= len(self.entries.pop(key)[0])
+        shared = [common_prefix(known, tokens) for known, _ in self.entries]
+        if len(tokens) in shared:
+            self.entries.append(self.entries.pop(shared.index(len(tokens))))
+            return
+        kept = [it for it, n in zip(self.entries, shared, strict=True) if n < len(it[0])]
+        while kept and sum(len(it) for it, _ in kept) + len(tokens) > self.capacity:
+            kept.pop(0)
+        self.entries = [*kept, (tokens, storage[:, :, :, : len(tokens)].clone())]
 
 
 _WORTH_COPYING = 16
@@ -152,8 +134,7 @@ _WORTH_COPYING = 16
 @dataclass
 class Span:
     """The part of one prompt that is computed: `tokens`, from column `offset` on. The columns
-    before come from `storage` (a stored prefix) or from the prompt `donor` of the same batch; with
-    neither, `offset` is 0."""
+    before come from `storage` or from the prompt `donor` of the same batch."""
 
     index: int
     offset: int
@@ -164,12 +145,12 @@ class Span:
 
 @dataclass
 class Plan:
-    """`leaders` are computed first; `followers` take their prefix from one of them."""
+    """`leaders` are computed first; `followers` take their prefix from one of them. `copies`: the
+    indices of prompts that equal an earlier one, and of that one."""
 
     leaders: list[Span]
     followers: list[Span]
     copies: dict[int, int]
-    """Prompts equal to an earlier one: index -> index of the earlier one."""
     shared_tokens: int
 
     def waves(self, token_limit: int) -> Iterator[list[Span]]:

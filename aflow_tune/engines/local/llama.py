@@ -1,10 +1,8 @@
 """A lean forward pass for Llama, Mistral, Qwen2 and Qwen3 models.
 
-Same arithmetic as Hugging Face's modules, arranged for a few dozen rows on a CPU: query, key and
-value in one product, packed weights, rotary embedding as one complex product, grouped-query
-attention without repeating keys, prompts packed without padding, and no prompt token computed twice
-(`kv_cache.plan`). An adapter is merged into the packed copies, from the base every time, so that
-updates do not drift.
+Same arithmetic as Hugging Face's modules, arranged for a few dozen rows on a CPU: packed weights,
+prompts without padding, and no prompt token computed twice (`kv_cache.plan`). An adapter is merged
+into the packed copies from the base every time, so that updates do not drift.
 """
 
 from __future__ import annotations
@@ -28,17 +26,12 @@ if TYPE_CHECKING:
     from aflow_tune.engines.local.weights import LoraSpec
 
 
-_ROWS_HINT = 32
-"""Row count that the packed layout is chosen for; other counts run with it as well."""
-
-
 class PackedLinear:
     """y_NO = x_NI W' + b for a frozen W, with fused element-wise tails.
 
     `torch.nn.functional.linear` rearranges the weight for oneDNN on every call, which costs more
-    than the product of a decode step. Here that is done once, and the same kernels (those that
-    torch.compile emits for frozen weights) apply the activation, the gate's product or the residual
-    sum. Where they are missing plain torch functions do the same arithmetic.
+    than the product of a decode step. Here that is done once, by the kernels that torch.compile
+    emits for frozen weights. Where they are missing, plain torch does the same arithmetic.
     """
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
@@ -51,9 +44,9 @@ class PackedLinear:
         )
         self.bias_O = bias_O
         self.weight = weight_OI
-        if self.packed:
+        if self.packed:  # in a layout for 32 rows; other counts run with it as well
             order = torch.ops.mkldnn._reorder_linear_weight
-            self.weight = order(weight_OI.contiguous(), _ROWS_HINT)
+            self.weight = order(weight_OI.contiguous(), 32)
 
     def __call__(self, x_NI: Tensor, activation: str = "none") -> Tensor:
         """x W' + b; with the activation 'swish', its SiLU."""
@@ -66,9 +59,8 @@ class PackedLinear:
     def combined(self, x_NI: Tensor, operation: str, other_NO: Tensor) -> Tensor:
         """(x W' + b) * other for 'mul', x W' + b + other for 'add'."""
         if self.packed:
-            return torch.ops.mkldnn._linear_pointwise.binary(
-                x_NI, other_NO, self.weight, self.bias_O, operation
-            )
+            combine = torch.ops.mkldnn._linear_pointwise.binary
+            return combine(x_NI, other_NO, self.weight, self.bias_O, operation)
         y_NO = F.linear(x_NI, self.weight, self.bias_O)
         return y_NO.mul_(other_NO) if operation == "mul" else y_NO.add_(other_NO)
 
@@ -155,17 +147,16 @@ class LlamaDecoder:
             path = f"model.layers.{index}.{path}"
             return PackedLinear(self.weights.effective(path), self.weights.bias(path))
 
-        attention = f"model.layers.{index}.self_attn."
-        paths = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
-        q, k, v = map(self.weights.effective, paths)
-        q_bias, k_bias, v_bias = map(self.weights.bias, paths)
-        bias = None
-        if v_bias is not None:
-            bias = torch.cat([self._interleave(q_bias), self._interleave(k_bias), v_bias])
+        def joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return torch.cat([self._interleave(q), self._interleave(k), v])
+
+        paths = [f"model.layers.{index}.self_attn.{name}_proj" for name in "qkv"]
+        biases: list[Any] = [self.weights.bias(path) for path in paths]
+        bias = None if biases[2] is None else joined(*biases)
         norms = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
         norm_q, norm_k = (self._interleave(n.weight) if n else None for n in norms)
         return _Layer(
-            qkv=PackedLinear(torch.cat([self._interleave(q), self._interleave(k), v]), bias),
+            qkv=PackedLinear(joined(*map(self.weights.effective, paths)), bias),
             out=linear("self_attn.o_proj"),
             gate=linear("mlp.gate_proj"),
             up=linear("mlp.up_proj"),
@@ -176,10 +167,9 @@ class LlamaDecoder:
             norm_k=norm_k,
         )
 
-    def _interleave(self, weight: Tensor | None) -> Tensor:
+    def _interleave(self, weight: Tensor) -> Tensor:
         """Put the two halves of every head that rotate together next to each other. Queries and
         keys are permuted alike, so their products are unchanged."""
-        assert weight is not None
         halves = weight.view(-1, 2, self.head_dim // 2, *weight.shape[1:])
         return halves.transpose(1, 2).reshape(weight.shape)
 
@@ -235,20 +225,20 @@ class LlamaDecoder:
         return order
 
     @torch.inference_mode()
-    def score(self, token_ids: Sequence[int], temperature: float) -> list[float]:
+    def score(self, token_ids: Sequence[int], temperature: float, first: int = 1) -> list[float]:
         tokens = np.asarray(token_ids, dtype=np.int64)
-        inputs, targets_T = tokens[:-1], torch.from_numpy(tokens[1:]).to(self.device)
+        inputs, targets_T = tokens[:-1], torch.from_numpy(tokens[first:]).to(self.device)
         cache = KVCache(self.shape)
         cache.reserve(1, len(inputs))
         span = Span(index=0, offset=0, tokens=inputs)
-        hidden_TE = self._extend(cache, 0, [span], last_only=False)
+        hidden_TE = self._extend(cache, 0, [span], last_only=False)[first - 1 :]
         chunks = zip(hidden_TE.split(_SCORE_ROWS), targets_T.split(_SCORE_ROWS), strict=True)
         pieces = [logprobs_of(self.head(hidden), it, temperature) for hidden, it in chunks]
         return torch.cat(pieces).tolist()
 
     def reset(self) -> None:
         self.cache.clear()
-        self.store.clear()
+        self.store.entries.clear()
         self.tokens = []
 
     def _extend(
@@ -259,14 +249,15 @@ class LlamaDecoder:
         spans.sort(key=lambda span: (span.offset, len(span.tokens)))
         lengths = [len(span.tokens) for span in spans]
         starts = np.cumsum([0, *lengths])
-        tokens_T = torch.from_numpy(np.concatenate([span.tokens for span in spans]))
-        positions_T = torch.from_numpy(
-            np.concatenate([span.offset + np.arange(len(span.tokens)) for span in spans])
-        )
+
+        def packed(arrays: list[Any]) -> Tensor:
+            return torch.from_numpy(np.concatenate(arrays)).to(self.device)
+
+        tokens_T = packed([span.tokens for span in spans])
+        positions_T = packed([span.offset + np.arange(len(span.tokens)) for span in spans])
         rows = torch.tensor([first_row + span.index for span in spans])
         rows_T = rows.repeat_interleave(torch.tensor(lengths)).to(self.device)
-        rows, tokens_T = rows.to(self.device), tokens_T.to(self.device)
-        positions_T = positions_T.to(self.device)
+        rows = rows.to(self.device)
         blocks: dict[tuple[int, int], list[int]] = {}
         for i, span in enumerate(spans):
             blocks.setdefault((span.offset, lengths[i]), []).append(i)
@@ -286,12 +277,9 @@ class LlamaDecoder:
     def _decode_attention(
         self, cache: KVCache, positions_B: Tensor, used: int
     ) -> Callable[[int, Tensor], Tensor]:
-        """Attention of one new token a row to its first `positions + 1` columns.
-
-        The query heads that share a key head become the rows of one small product. In fp32
-        a batched product and a weighted sum of the value rows are faster than the fused kernel;
-        in bf16 that one keeps the scores in fp32.
-        """
+        """Attention of one new token a row to its first `positions + 1` columns. In fp32 a batched
+        product and a weighted sum of the value rows are faster than the fused kernel, which in
+        bf16 keeps the scores in fp32."""
         rows, groups = len(positions_B), self.heads // self.kv_heads
         columns = torch.arange(used, device=self.device)
         mask = torch.zeros(rows, 1, 1, used, dtype=self.dtype, device=self.device)

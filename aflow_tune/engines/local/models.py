@@ -1,7 +1,7 @@
 """Models of the local engine: from a name to weights and tokenizer in memory, and on what device.
 
-A name is one of ours (`BUNDLED`), a Hugging Face folder, or a hub id. `is_cached` answers without
-any network, for `validate`; `resolve_model` may fetch. Importing this module imports no torch.
+A name is one of ours (`BUNDLED`), a Hugging Face folder, or a hub id. `is_cached` uses no network,
+`resolve_model` may fetch. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -25,37 +25,33 @@ if TYPE_CHECKING:
 
 BUNDLED: dict[str, Callable[[Path], Path]] = {"smollm2-135m": fetch_smollm2}
 """Models with a name of ours: each function fills the folder it is given, once."""
-
 DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
 def resolve_model(name_or_path: str) -> Path:
-    """The folder of a model, fetched and converted first if need be: of a name of `BUNDLED`, a
-    folder with a `config.json`, or a hub id. Raises BadInput: there is none, or it cannot be
-    fetched."""
+    """The folder of a model, fetched and converted first if need be. Raises BadInput: there is
+    none, or it cannot be fetched."""
     if name_or_path in BUNDLED:
         return BUNDLED[name_or_path](cache_dir() / name_or_path)
     folder = Path(name_or_path).expanduser()
     if (folder / "config.json").is_file():
         return folder
-    cause = None
-    found = "a folder without config.json"
-    if not folder.is_dir():
+    try:
+        if folder.is_dir():
+            raise FileNotFoundError("a folder without config.json")
         from huggingface_hub import snapshot_download
 
-        try:
-            return Path(snapshot_download(name_or_path, allow_patterns=_HUB_FILES))
-        except Exception as error:
-            # A dozen unrelated classes (names, network, rights, disk) mean the same to the user.
-            cause, found = error, f"{type(error).__name__}: {error}"
-    raise BadInput.of(
-        "The model cannot be loaded",
-        f"model.model_path: {name_or_path}",
-        f"a folder with config.json and weights, a hub id, or one of {', '.join(BUNDLED)}",
-        found,
-        "check the path, or start with model.model_path: smollm2-135m",
-    ) from cause
+        return Path(snapshot_download(name_or_path, allow_patterns=_HUB_FILES))
+    except Exception as error:
+        # A dozen unrelated classes (names, network, rights, disk) mean the same to the user.
+        raise BadInput.of(
+            "The model cannot be loaded",
+            f"model.model_path: {name_or_path}",
+            f"a folder with config.json and weights, a hub id, or one of {', '.join(BUNDLED)}",
+            f"{type(error).__name__}: {error}",
+            "check the path, or start with model.model_path: smollm2-135m",
+        ) from error
 
 
 def is_cached(name_or_path: str) -> bool:
@@ -92,19 +88,15 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
             output_loading_info=True,
         )
         # Weights that the files lack or hold in another shape would be left random.
-        missing, differing = sorted(loaded["missing_keys"]), sorted(loaded["mismatched_keys"])
-        if missing or differing:
-            expected = "weights for all of the model"
-            found = f"{len(missing)} missing, {missing[0]} among them" if missing else ""
-            if differing and not missing:
-                name, saved, wanted = differing[0]
-                expected = f"{name} of {tuple(wanted)}"
-                found = f"{tuple(saved)}; {len(differing)} of its weights differ so"
+        lost = [f"{name}: missing" for name in sorted(loaded["missing_keys"])]
+        for name, saved, wanted in sorted(loaded["mismatched_keys"]):
+            lost.append(f"{name}: {tuple(saved)} instead of {tuple(wanted)}")
+        if lost:
             raise BadInput.of(
                 "The model's weights are not those that its config.json describes",
                 f"{path}/config.json",
-                expected,
-                found,
+                "weights for all of the model",
+                f"{len(lost)} that do not fit, the first {lost[0]}",
                 "use the config.json that the weights were saved with",
             )
         return model.to(torch.device(device)).eval()
@@ -132,13 +124,8 @@ def pick_device(setting: str) -> torch.device:
         return torch.device(here[0])
     if setting.split(":")[0] in here:
         return torch.device(setting)
-    raise BadInput.of(
-        "The configured device cannot be used",
-        "local.device",
-        ", ".join(["auto", *here]),
-        repr(setting),
-        "local.device: auto",
-    )
+    title, known = "The configured device cannot be used", ", ".join(["auto", *here])
+    raise BadInput.of(title, "local.device", known, repr(setting), "local.device: auto")
 
 
 def pick_dtype(setting: str, device: torch.device) -> torch.dtype:
@@ -164,37 +151,26 @@ def cache_dir() -> Path:
     return Path(configured) if configured else Path.home() / ".cache" / "aflow-tune"
 
 
-_LONGEST_HEADER = 100 << 20
-
-
 def header_of(file: Path) -> dict[str, Any] | None:
     """The header of a safetensors file, which names every tensor; None if it has none."""
-    found = _read(file)
-    return None if found is None else found[0]
-
-
-def damage_of(file: Path) -> str:
-    """What is wrong with a safetensors file, in words; empty if it is as long as it says."""
-    found = _read(file)
-    if found is None:
-        return f"{file.name} has no header that can be read"
-    wanted, size = found[1], file.stat().st_size
-    return "" if size >= wanted else f"{file.name} has {size:,} of its {wanted:,} bytes"
-
-
-def _read(file: Path) -> tuple[dict[str, Any], int] | None:
-    """The header, and the bytes that a whole file has."""
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
-            if length > _LONGEST_HEADER:
-                return None
-            header = json.loads(opened.read(length))
-        tensors = [item for name, item in header.items() if name != "__metadata__"]
-        ends = [int(item["data_offsets"][1]) for item in tensors]
-    except (OSError, struct.error, ValueError, TypeError, LookupError, AttributeError):
+            header = json.loads(opened.read(min(length, 100 << 20)))
+        return header if isinstance(header, dict) else None
+    except (OSError, struct.error, ValueError):
         return None
-    return header, 8 + length + max(ends, default=0)
+
+
+def damage_of(file: Path) -> str:
+    """What is wrong with a safetensors file, in words; empty if all of it can be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "np"):
+            return ""
+    except (OSError, SafetensorError) as error:
+        return f"{file.name}: {error}"
 
 
 def give_back() -> None:

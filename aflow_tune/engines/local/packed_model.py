@@ -1,24 +1,20 @@
 """Log-probabilities of a micro-batch from any Hugging Face causal LM, and their gradients.
 
 Two shortcuts make a step cheap: the micro-batch as one row of token tries (`packing.py`), and an
-output head that never keeps logits. Both are probed once on a dozen tokens against the model's own
-forward pass; a model that refuses or disagrees (no position ids, recurrent state, capped logits,
-attention of its own) runs one unpadded sequence at a time, with its own logits.
+output head that never keeps logits. Both are probed once against the model's own forward pass; a
+model that refuses or disagrees runs one unpadded sequence at a time, with its own logits.
 
 Attention over a packed row gathers queries, keys and values into a few padded blocks of whole
-paths, so the work grows with the paths' lengths and not with the square of the row. On a CPU the
-flash kernel's backward pass is several times slower than the few batched matrix products it stands
-for, so there it is written out; the forward pass is PyTorch's kernel everywhere.
+paths. On a CPU the flash kernel's backward pass is several times slower than the few batched matrix
+products it stands for, so there it is written out.
 
-The logits of a train batch would be its largest tensor (800 MB for 4,000 tokens of a vocabulary of
-50,000). Both outputs of `token_scores` have a gradient with respect to the hidden states that is
-linear in one number a row:
+The logits of a train batch would be its largest tensor. Both outputs of `token_scores` have a
+gradient with respect to the hidden states that is linear in one number a row:
 
     d log p(y) / dh = (W_y - p W) / T          d H / dh = -(p (log p + H)) W / T
 
 so the forward pass goes through the rows in chunks, keeps p W (and the entropy's product) of shape
-[rows, hidden] and throws the logits away. The backward pass is a gather and a sum. A trained
-output head needs the gradient of W too; then the chunk's logits are made again.
+[rows, hidden] and throws the logits away. Only a trained output head has them made again.
 """
 
 from __future__ import annotations
@@ -36,17 +32,20 @@ from transformers import AttentionInterface, PreTrainedModel
 from aflow_tune.engines.local.packing import PackedRow, Sample, pack
 
 NAME = "aflow_token_trie"
-"""Of `trie_attention` among the attention functions of transformers; no mask function is registered
-under it, hence models make no mask."""
-
-_layout: ContextVar[PackedRow | None] = ContextVar("token_trie_layout", default=None)
-
+"""Of `trie_attention` among transformers' attention functions; without a mask function of this
+name, models make no mask."""
+CHUNK_ELEMENTS = 128 * 49152
+"""Logits that exist at once; small enough for a CPU's shared cache to be of use."""
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
+"""Largest difference of a log-probability that counts as rounding in the probe."""
 _REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
 """Arguments that change the attention weights; models that pass them run unpacked."""
-
 _MAX_SCORES = 1 << 24
-"""Longest block (scores = S H Q K) whose written-out backward pass is used; beyond it the
-flash kernel's constant memory matters more than its speed."""
+"""Scores (S H Q K) up to which a block's backward pass is written out; beyond it the flash kernel's
+constant memory matters more than its speed."""
+
+logger = logging.getLogger(__name__)
+_layout: ContextVar[PackedRow | None] = ContextVar("token_trie_layout", default=None)
 
 
 def _paths(x_NHD: Tensor, index_SL: Tensor) -> Tensor:
@@ -59,15 +58,10 @@ def _paths(x_NHD: Tensor, index_SL: Tensor) -> Tensor:
 def _attend(
     q_SHQD: Tensor, k_SHKD: Tensor, v_SHKD: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    return nn.functional.scaled_dot_product_attention(
-        q_SHQD,
-        k_SHKD,
-        v_SHKD,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=q_SHQD.shape[1] != k_SHKD.shape[1],
-    )
+    kind = {"attn_mask": mask, "is_causal": mask is None, "scale": scale}
+    grouped = q_SHQD.shape[1] != k_SHKD.shape[1]
+    attend: Any = nn.functional.scaled_dot_product_attention
+    return attend(q_SHQD, k_SHKD, v_SHKD, enable_gqa=grouped, **kind)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -146,10 +140,6 @@ def trie_attention(
 
 
 AttentionInterface.register(NAME, trie_attention)
-
-
-CHUNK_ELEMENTS = 128 * 49152
-"""Logits that exist at once; small enough for a CPU's shared cache to be of use."""
 
 
 def _chunks(rows: int, vocabulary: int) -> list[tuple[int, int]]:
@@ -269,12 +259,6 @@ def token_scores(
     return logprobs_M, entropy_U if entropy else None
 
 
-logger = logging.getLogger(__name__)
-
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
-"""Largest difference of a log-probability that counts as rounding in the probe."""
-
-
 class PackedModel:
     """A causal LM that scores samples. `packed` and `fused_head` say which shortcuts hold."""
 
@@ -292,27 +276,20 @@ class PackedModel:
         """fp32 logprobs_BR of the scored response tokens, and their entropies [B, R] or None.
         `width` is R. Columns that do not count are 0 and carry no gradient."""
         size = len(samples) if self.packed else 1
-        rows: list[Tensor] = []
-        columns: list[Tensor] = []
-        values: list[Tensor] = []
-        entropies: list[Tensor] = []
+        found: list[tuple[Tensor, ...]] = []  # rows, columns, log-probabilities, entropies
         for first in range(0, len(samples), size or 1):
             row = pack(samples[first : first + size], self.device)
             if row is not None:
                 logprobs_M, entropy_U = self._row(row, entropy)
-                rows.append(row.row_M + first)
-                columns.append(row.column_M)
-                values.append(logprobs_M)
-                if entropy_U is not None:
-                    entropies.append(entropy_U[row.node_M])
+                entropy_M = () if entropy_U is None else (entropy_U[row.node_M],)
+                found.append((row.row_M + first, row.column_M, logprobs_M, *entropy_M))
+        joined = [torch.cat(parts) for parts in zip(*found, strict=True)]
 
-        def spread(scores: list[Tensor]) -> Tensor:
+        def spread(which: int) -> Tensor:
             zeros_BR = torch.zeros((len(samples), width), device=self.device)
-            if not values:
-                return zeros_BR
-            return zeros_BR.index_put((torch.cat(rows), torch.cat(columns)), torch.cat(scores))
+            return zeros_BR.index_put(tuple(joined[:2]), joined[which]) if joined else zeros_BR
 
-        return spread(values), spread(entropies) if entropy else None
+        return spread(2), spread(3) if entropy else None
 
     def _row(self, row: PackedRow, entropy: bool) -> tuple[Tensor, Tensor | None]:
         inputs = {"input_ids": row.tokens_N[None]}
@@ -359,20 +336,18 @@ class PackedModel:
 
         def agrees(name: str) -> bool:
             try:
-                probed, _ = self.scores(samples, 9)
+                difference = float((self.scores(samples, 9)[0] - reference).abs().max())
             except Exception as error:
                 logger.info("%s is off: %s: %s", name, type(error).__name__, error)
                 return False
-            difference = float((probed - reference).abs().max())
-            if difference <= PROBE_TOLERANCE.get(self.model.dtype, 1e-3):
-                return True
-            logger.info("%s is off: log-probabilities differ by %.3g", name, difference)
-            return False
+            if difference > PROBE_TOLERANCE.get(self.model.dtype, 1e-3):
+                logger.info("%s is off: log-probabilities differ by %.3g", name, difference)
+                return False
+            return True
 
         plain = isinstance(self.model.get_output_embeddings(), nn.Linear)
         self.fused_head = plain and self.model.base_model is not self.model
         self.fused_head = self.fused_head and agrees("the fused output head")
         takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
-        takes_attention = bool(getattr(self.model, "_supports_attention_backend", False))
-        self.packed = takes_positions and takes_attention
+        self.packed = takes_positions and bool(self.model._supports_attention_backend)
         self.packed = self.packed and agrees("packing")

@@ -1,9 +1,8 @@
 """Train samples as token tries: a shared prefix is computed once, and nothing is padded.
 
-All samples of a micro-batch go into one trie; every node is one token of one packed row, with the
-position it has in its sample. A node attends to its ancestors, which makes the row equal to the
-separate samples for any causal model. Tokens after the last scored one are left out. This module
-builds layouts from plain token lists; the arithmetic is in `packed_model.py`.
+All samples of a micro-batch go into one trie, whose nodes are the tokens of one packed row. A node
+attends to its ancestors, so the row equals the separate samples for any causal model. Tokens after
+the last scored one are left out. The arithmetic is in `packed_model.py`.
 """
 
 from __future__ import annotations
@@ -20,12 +19,9 @@ BUCKET_FILL = 0.75
 
 @dataclass
 class Sample:
-    """One model call (or one conversation) of one rollout.
-
-    action_mask_R marks the response tokens that the policy made; columns beyond T - prompt_length
-    never count. logprobs_R: behaviour policy, fp32. `extra` holds what a loss needs: per-token
-    tensors [R] or scalars []. Samples with the same `run` stay in one micro-batch.
-    """
+    """One model call of one rollout. action_mask_R marks the response tokens that the policy made;
+    columns beyond T - prompt_length never count. logprobs_R: behaviour policy, fp32. `extra`: what
+    a loss needs, [R] or []. Samples with the same `run` stay in one micro-batch."""
 
     tokens_T: Tensor
     prompt_length: int
@@ -110,13 +106,10 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """One micro-batch as one row of N tokens.
-
-    blocks, place_N: attention outputs of all blocks, flattened and concatenated, give the
-    row's outputs by `index_select(place_N)`.
-    scored_U: nodes whose next token counts. Score m is the log-probability of target_M[m]
-    after node scored_U[node_M[m]]; it belongs to sample row_M[m], response column column_M[m].
-    """
+    """One micro-batch as one row of N tokens. Attention outputs of all `blocks`, flattened and
+    concatenated, give the row's by `index_select(place_N)`. scored_U: nodes whose next token
+    counts. Score m is the log-probability of target_M[m] after node scored_U[node_M[m]]; it belongs
+    to sample row_M[m], response column column_M[m]."""
 
     tokens_N: LongTensor
     positions_N: LongTensor

@@ -1,10 +1,9 @@
 """OpenAI's chat-completions request and answer, as far as the local engine serves them.
 
-What OpenAI defines and this engine cannot do is refused by name: an experiment must not run with a
-setting that had no effect. Fields that change nothing about the tokens (`user`, ...) are dropped.
-
-Tool calls are text in the Hermes form `<tool_call>{"name": ..., "arguments": ...}</tool_call>`; for
-a template that does not know tools the same text is put into the messages.
+What OpenAI defines and this engine cannot do is refused by name, so that no experiment runs with a
+setting that had no effect. Tool calls are text in the Hermes form
+`<tool_call>{"name": ..., "arguments": ...}</tool_call>`; for a template that does not know tools
+the same text is put into the messages.
 """
 
 from __future__ import annotations
@@ -51,13 +50,9 @@ _PREAMBLE = (
 Message = dict[str, Any]
 
 
-class JsonSchema(BaseModel):
-    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
-
-
 class ResponseFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: dict[str, Any] | None = None
 
 
 class Function(BaseModel):
@@ -126,9 +121,8 @@ class ChatRequest(BaseModel):
                 faults.append(Fault(f"messages[{number}]", "a role", repr(message), "add role"))
         if self.tool_choice not in (None, "none", "auto") and not self.forced_tools():
             expected = f"one of {[tool.function.name for tool in self.tools or []]}"
-            faults.append(
-                Fault("tool_choice", expected, repr(self.tool_choice), "send and name tools")
-            )
+            found, fix = repr(self.tool_choice), "send and name tools"
+            faults.append(Fault("tool_choice", expected, found, fix))
         if self.top_logprobs and not self.logprobs:
             faults.append(Fault("top_logprobs", "logprobs: true", "false", "set logprobs"))
         form = self.response_format
@@ -145,7 +139,7 @@ class ChatRequest(BaseModel):
             grammar = forced_call_grammar(forced)
         elif self.response_format is not None and self.response_format.type != "text":
             wanted = self.response_format.json_schema
-            schema = wanted.schema_ if wanted is not None else {"type": "object"}
+            schema = {"type": "object"} if wanted is None else wanted.get("schema", {})
         limits = (self.max_completion_tokens, self.max_tokens, default_max_tokens)
         names = ("n", "temperature", "top_p", "seed", "top_logprobs", "min_tokens", "ignore_eos")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -168,8 +162,7 @@ def chat_response(
 ) -> dict[str, Any]:
     """The body of the answer. `return_token_ids` adds the tokens of prompt and choices."""
     read, drawn = len(prompt_ids), sum(len(completion.token_ids) for completion in completions)
-    usage = {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
-    body: dict[str, Any] = {
+    return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
         "created": int(time.time()),
@@ -178,11 +171,9 @@ def chat_response(
             _choice(request, index, completion, prompt_ids, vocabulary)
             for index, completion in enumerate(completions)
         ],
-        "usage": usage,
+        "usage": {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn},
+        **({"prompt_token_ids": prompt_ids} if request.return_token_ids else {}),
     }
-    if request.return_token_ids:
-        body["prompt_token_ids"] = prompt_ids
-    return body
 
 
 def _choice(
@@ -228,8 +219,7 @@ def template_messages(
     messages: Sequence[Message], tools: Sequence[Message], *, native: bool
 ) -> list[Message]:
     """Messages in OpenAI's form as a chat template takes them. `native`: whether the template
-    renders tools and tool calls itself. Raises BadInput: a message has parts that are not text, or
-    arguments that are not JSON."""
+    renders tools and tool calls itself. BadInput: parts that are not text, arguments not JSON."""
     plain = [_plain(message, number) for number, message in enumerate(messages)]
     if native:
         return plain
@@ -255,16 +245,15 @@ def template_messages(
 def _plain(message: Message, number: int) -> Message:
     """The message with text for content, and the arguments of its tool calls as objects."""
 
-    def refused(key: str, expected: str, found: str, fix: str) -> BadInput:
-        where = f"messages[{number}].{key}"
-        return BadInput.of("A message cannot be rendered", where, expected, found, fix)
+    def refused(key: str, expected: str, found: str) -> BadInput:
+        title, where = "A message cannot be rendered", f"messages[{number}].{key}"
+        return BadInput.of(title, where, expected, found, f"send {expected}")
 
     content = message.get("content")
     if isinstance(content, list):
         odd = [p.get("type") for p in content if p.get("type") not in ("text", "refusal")]
         if odd:
-            fix = "send text only: the local engine has no vision or audio models"
-            raise refused("content", "a string or parts of type text", f"a part of {odd[0]}", fix)
+            raise refused("content", "text only: no images, no audio", f"a part of type {odd[0]}")
         content = "".join(part.get("text") or part.get("refusal") or "" for part in content)
     result = {**message, "content": content or ""}
     calls = []
@@ -274,9 +263,7 @@ def _plain(message: Message, number: int) -> Message:
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         except json.JSONDecodeError as error:
-            fix = "send the arguments as the model returned them"
-            expected = "arguments as a JSON object"
-            raise refused("tool_calls", expected, str(error), fix) from error
+            raise refused("tool_calls", "arguments as a JSON object", str(error)) from error
         calls.append({**call, "function": {"name": function["name"], "arguments": arguments}})
     return result | ({"tool_calls": calls} if calls else {})
 

@@ -4,9 +4,8 @@ Requests, weight updates and scoring jobs stand in one queue and are served in o
 sequences join the running batch between two decode steps (continuous batching). A weight update is
 a barrier, so no completion mixes two versions.
 
-`deterministic=True` serves one request at a time from an empty cache, so that its tokens and
-log-probabilities depend on nothing but prompt, parameters, weights and thread count. Otherwise
-the company a request is in may change the last bits of its arithmetic.
+`deterministic=True` serves one request at a time from an empty cache; otherwise the company that a
+request is in may change the last bits of its arithmetic.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
@@ -103,8 +103,8 @@ class Sampler:
         self, prompts: list[list[int]], params: list[SamplingParams]
     ) -> list[list[Completion]]:
         """Complete every prompt; blocks. Returns `params[i].n` completions for prompt i. Raises
-        BadInput if a prompt or its parameters are refused, RunFailed if the engine met an error,
-        which is the cause, or was closed."""
+        BadInput if a prompt or its parameters are refused, RunFailed if the engine failed (its
+        error is the cause) or was closed."""
         requests = [self._request(p, s) for p, s in zip(prompts, params, strict=True)]
         self._enqueue(requests)
         try:
@@ -121,30 +121,22 @@ class Sampler:
         self._enqueue([request])
         return await asyncio.wrap_future(request.future)
 
-    def token_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """Teacher-forced log-probabilities of tokens 1..T-1, fp32; blocks. RunFailed as in
+    def token_logprobs(
+        self, token_ids: list[int], temperature: float = 1.0, first: int = 1
+    ) -> list[float]:
+        """Teacher-forced log-probabilities of tokens first..T-1, fp32; blocks. RunFailed as in
         `generate`."""
-        return self._on_thread(lambda: self.decoder.score(token_ids, temperature))
+        return self._on_thread(lambda: self.decoder.score(token_ids, temperature, first))
 
     def update_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Take new weights; blocks until they are in use and `self.version` is `version`.
-
-        `state` is an adapter (`lora.<module path>.A` [rank, in] and `.B` [out, rank]) or parameters
-        by their names. Raises BadInput for names or shapes that the model does not have, and then
-        nothing was changed; RunFailed as `generate`.
-        """
+        """Take new weights; blocks until they are in use and `self.version` is `version`. `state`:
+        see `Weights.load`, whose BadInput leaves everything unchanged; RunFailed as `generate`."""
 
         def load() -> None:
             self.decoder.load(state, self.lora)
             self.version = version
 
         self._on_thread(load)
-
-    def run_alone(self, work: Callable[[], T]) -> T:
-        """Run other torch work on the sampler's thread, between requests; blocks. Every thread that
-        computes keeps a pool of OpenMP workers; once pools outnumber cores a decode step of 16
-        sequences takes half as long again. Must not wait for the sampler itself."""
-        return self._on_thread(torch.inference_mode(False)(work))
 
     def stats(self) -> dict[str, float]:
         """Totals since the start: tokens, and seconds with work to do."""
@@ -191,8 +183,8 @@ class Sampler:
 
     @torch.inference_mode()
     def _run(self, model: PreTrainedModel, ready: Future[Decoder]) -> None:
-        # All of the sampler's arithmetic happens on this thread, the packing of the weights
-        # included (see `run_alone`). OpenMP keeps the number of threads per thread.
+        # All of the sampler's arithmetic happens on this thread: each thread that computes keeps a
+        # pool of OpenMP workers, and more of these than cores slow a decode step by half.
         torch.set_num_threads(self.threads)
         _settle(ready, lambda: make_decoder(model))
         if ready.exception() is not None:
@@ -277,7 +269,7 @@ class Sampler:
         self._remove(ended)
         for request in requests.values():
             if all(draft.finish_reason for draft in request.drafts):
-                _settle(request.future, request.completions)
+                _settle(request.future, partial(list, map(Draft.completion, request.drafts)))
 
     def _remove(self, rows: set[int]) -> None:
         if not rows:
@@ -301,17 +293,16 @@ class Sampler:
             reason.__cause__ = error
             error = reason
         for item in (*requests.values(), *queued):
-            _settle(item.future, error)
+            with contextlib.suppress(InvalidStateError):
+                item.future.set_exception(error)
 
 
-def _settle(future: Future[Any], outcome: Callable[[], Any] | Exception) -> None:
-    """Give a waiting caller its result or exception, unless it left meanwhile."""
+def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
+    """Give a waiting caller the result or exception of `work`, unless it left meanwhile."""
     with contextlib.suppress(InvalidStateError):
         try:
-            if isinstance(outcome, Exception):
-                raise outcome
-            future.set_result(outcome())
-        except InvalidStateError:
-            raise
+            result = work()
         except Exception as error:
             future.set_exception(error)
+        else:
+            future.set_result(result)

@@ -35,12 +35,11 @@ _BLOCK = 256
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """One request. Checked by `validate`."""
+    """One request: `n` sequences from one prompt, of at most `max_tokens` new tokens each, the end
+    of sequence included. Checked by `validate`."""
 
     max_tokens: int
-    """New tokens at most, end-of-sequence included."""
     n: int = 1
-    """Sequences to draw from the same prompt."""
     temperature: float = 1.0
     """Divides the logits. 0 takes the likeliest token and reports log-probabilities at 1."""
     top_p: float = 1.0
@@ -56,9 +55,8 @@ class SamplingParams:
     """No end of sequence and no stop string before this many tokens."""
     ignore_eos: bool = False
     json_schema: dict[str, Any] | None = None
-    """The text is JSON of this schema."""
     grammar: str | None = None
-    """The text follows this Lark grammar (llguidance's dialect)."""
+    """A Lark grammar (llguidance's dialect) that the text follows."""
 
     def validate(self) -> None:
         """Raises BadInput with every value that is out of range."""
@@ -89,14 +87,12 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """One drawn sequence."""
+    """One drawn sequence: its tokens, an end of sequence included, and for each the fp32 log
+    softmax(logits / temperature). `text` has no special tokens and is cut before a stop string."""
 
     token_ids: list[int]
-    """Every drawn token, an end-of-sequence token included."""
     logprobs: list[float]
-    """One per token: log softmax(logits / temperature), fp32."""
     text: str
-    """Without special tokens, cut before a stop string."""
     finish_reason: str
     """'stop' (end of sequence, stop string, grammar complete) or 'length'."""
     top_logprobs: list[dict[int, float]] | None = None
@@ -105,13 +101,13 @@ class Completion:
 
 @dataclass
 class RowRule:
-    """What restricts one row's next token beyond the temperature."""
+    """What restricts one row's next token beyond the temperature. `banned`: boolean over the
+    vocabulary, the tokens that must not be drawn."""
 
     greedy: bool = False
     top_p: float = 1.0
     top_k: int = 0
     banned: Tensor | None = None
-    """Boolean over the vocabulary: tokens that must not be drawn."""
 
 
 def draw(
@@ -165,13 +161,13 @@ def invert(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     offset_B1.clamp_(max=_BLOCK - 1)
     # Rounding between the two sums can point past the last token that has any weight.
     empty = block_BW.gather(1, offset_B1) == 0
+    tokens_B1 = block_B1 * _BLOCK + offset_B1
     if bool(empty.any()):
         heaviest_B1 = block_BW.argmax(-1, keepdim=True)
-        offset_B1 = torch.where(empty, heaviest_B1, offset_B1)
-        lost = block_BW.gather(1, offset_B1) == 0
-        tokens_B1 = block_B1 * _BLOCK + offset_B1
-        return torch.where(lost, weights_BV.argmax(-1, keepdim=True), tokens_B1)[:, 0]
-    return (block_B1 * _BLOCK + offset_B1)[:, 0]
+        tokens_B1 = torch.where(empty, block_B1 * _BLOCK + heaviest_B1, tokens_B1)
+        lost = weights_BV.gather(1, tokens_B1) == 0
+        tokens_B1 = torch.where(lost, weights_BV.argmax(-1, keepdim=True), tokens_B1)
+    return tokens_B1[:, 0]
 
 
 def _restricted(scaled_V: Tensor, rule: RowRule) -> Tensor:
@@ -199,8 +195,7 @@ def prompt_faults(prompt_ids: Sequence[int], max_model_len: int) -> list[Fault]:
 
 
 class Vocabulary:
-    """How token ids become text, which of them end a sequence, and which may come next if a request
-    asks for a form."""
+    """How token ids become text, which end a sequence, and which may come next in a given form."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -212,8 +207,7 @@ class Vocabulary:
         for source in (configured, model.config.eos_token_id, tokenizer.eos_token_id):
             if source is not None:
                 self.eos.update([source] if isinstance(source, int) else source)
-        # numpy, because torch would start a pool of workers for the calling thread and slow
-        # the sampler's own down (see `Sampler.run_alone`).
+        # numpy, because torch would start a pool of workers for the calling thread too.
         self.eos_mask_V = torch.from_numpy(np.isin(np.arange(self.size), list(self.eos)))
 
     def text(self, token_ids: list[int]) -> str:
@@ -226,8 +220,8 @@ class Vocabulary:
         return self._texts[token]
 
     def matcher(self, params: SamplingParams) -> LLMatcher | None:
-        """What follows the form that a request asks for, for one sequence; None without one.
-        BadInput if llguidance cannot follow the schema or grammar."""
+        """Follows the form that a request asks for, for one sequence; None without one. BadInput if
+        llguidance cannot follow the schema or grammar."""
         if params.json_schema is None and params.grammar is None:
             return None
         import llguidance.hf
@@ -244,12 +238,10 @@ class Vocabulary:
             grammar = LLMatcher.grammar_from_lark(str(params.grammar))
         matcher = LLMatcher(self._view, grammar, log_level=0)
         if matcher.is_error():
+            title, found = "The output format cannot be enforced", matcher.get_error()
+            where = "grammar" if params.json_schema is None else "json_schema"
             raise BadInput.of(
-                "The output format cannot be enforced",
-                "grammar" if params.json_schema is None else "json_schema",
-                "a schema or grammar that llguidance supports",
-                matcher.get_error().splitlines()[0],
-                "simplify the schema; unsupported keywords are named above",
+                title, where, "what llguidance supports", found.splitlines()[0], "simplify it"
             )
         return matcher
 
@@ -262,9 +254,6 @@ class Request:
     params: SamplingParams
     future: Future[list[Completion]]
     drafts: list[Draft] = field(default_factory=list)
-
-    def completions(self) -> list[Completion]:
-        return [draft.completion() for draft in self.drafts]
 
 
 class Draft:

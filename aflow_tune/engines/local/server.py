@@ -16,8 +16,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -35,59 +34,33 @@ if TYPE_CHECKING:
 
 
 MOST = 4096
-"""Answers that are kept; the one unused for longest goes first."""
-
+"""Greedy answers that are kept; the one unused for longest goes first."""
 Submit = Callable[[list[int], SamplingParams], Awaitable[list[Completion]]]
-_Key = tuple[tuple[int, ...], str]
-
-
-@dataclass
-class _Entry:
-    answer: asyncio.Task[list[Completion]]
-    waiting: int = 0
 
 
 class GreedyAnswers:
-    """`submit` of a frozen model with a memory for requests that leave nothing to chance.
-
-    A frozen executor is asked the same thing by many rollouts of a group. While one such request is
-    being decoded the others wait for its answer; later ones get it from memory. To be used from one
-    event loop.
-    """
+    """`submit` of a frozen model that decodes a request which leaves nothing to chance only once: a
+    frozen executor is asked the same thing by many rollouts of a group. For one event loop."""
 
     def __init__(self, submit: Submit) -> None:
         self._submit = submit
-        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
+        self._answers: OrderedDict[Any, asyncio.Task[list[Completion]]] = OrderedDict()
 
     async def submit(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
-        """As `Sampler.submit`. Errors are not remembered; the decoding goes on as long as anybody
-        waits for it."""
+        """As `Sampler.submit`. Errors are not remembered."""
         if params.temperature != 0:
             return await self._submit(prompt_ids, params)
         key = (tuple(prompt_ids), repr(params))
-        entry = self._entries.get(key)
-        if entry is None:
-            task = asyncio.ensure_future(self._submit(prompt_ids, params))
-            entry = self._entries[key] = _Entry(task)
-            if len(self._entries) > MOST:
-                self._entries.popitem(last=False)
-        self._entries.move_to_end(key)
-        entry.waiting += 1
-        try:
-            return await asyncio.shield(entry.answer)
-        except BaseException:
-            if self._entries.get(key) is entry and (entry.waiting == 1 or entry.answer.done()):
-                del self._entries[key]
-            raise
-        finally:
-            entry.waiting -= 1
-            if not entry.waiting and not entry.answer.done():
-                entry.answer.cancel()
+        answer = self._answers.get(key)
+        if answer is None or (answer.done() and (answer.cancelled() or answer.exception())):
+            answer = self._answers[key] = asyncio.ensure_future(self._submit(prompt_ids, params))
+            if len(self._answers) > MOST:
+                self._answers.popitem(last=False)
+        self._answers.move_to_end(key)
+        return await asyncio.shield(answer)
 
 
 log = logging.getLogger(__name__)
-_START_SECONDS = 30.0
-_CLIENT_CLOSED = 499
 
 
 class SamplerServer:
@@ -110,8 +83,7 @@ class SamplerServer:
         frozen: bool = False,
     ) -> None:
         if tool_call_parser != "hermes":
-            where = "explorer.rollout_model.tool_call_parser"
-            fix = "tool_call_parser: hermes"
+            where, fix = "explorer.rollout_model.tool_call_parser", "tool_call_parser: hermes"
             title = "The tool-call parser is unknown"
             raise BadInput.of(title, where, "hermes", tool_call_parser, fix)
         self.sampler = sampler
@@ -139,13 +111,10 @@ class SamplerServer:
         listener = bound_socket(self.host, 0)
         url = f"http://{self.host}:{listener.getsockname()[1]}"
         server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=server.run, args=([listener],), name="sampler-server", daemon=True
-        )
+        self._thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         self._thread.start()
-        deadline = time.monotonic() + _START_SECONDS
         while not server.started:
-            if not self._thread.is_alive() or time.monotonic() > deadline:
+            if not self._thread.is_alive():
                 raise RunFailed(f"the server on {url} did not start")
             time.sleep(0.01)
         self._server = server
@@ -219,11 +188,9 @@ class SamplerServer:
             if not answer.done():
                 answer.cancel()
         if not answer.done():
-            return Response(status_code=_CLIENT_CLOSED)
-        vocabulary = self.sampler.vocabulary
-        return JSONResponse(
-            chat_response(chat, self.model_name, prompt_ids, answer.result(), vocabulary)
-        )
+            return Response(status_code=499)  # nobody reads it
+        drawn, vocabulary = answer.result(), self.sampler.vocabulary
+        return JSONResponse(chat_response(chat, self.model_name, prompt_ids, drawn, vocabulary))
 
     def _render(self, chat: ChatRequest) -> list[int]:
         """The prompt's tokens, by the chat template. BadInput if it refuses the conversation."""
@@ -242,11 +209,9 @@ class SamplerServer:
         return ids
 
 
-_KINDS = {401: "authentication_error", 500: "server_error"}
-
-
 def _error(status: int, message: str, code: str | None = None) -> Response:
-    kind = _KINDS.get(status, "invalid_request_error")
+    kinds = {401: "authentication_error", 500: "server_error"}
+    kind = kinds.get(status, "invalid_request_error")
     error = {"message": message, "type": kind, "param": None, "code": code}
     return JSONResponse({"error": error}, status)
 

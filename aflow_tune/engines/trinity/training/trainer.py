@@ -2,7 +2,7 @@
 
 `PublishingTrainer` is the trainer's half of the sync check, for both engines; `LocalTrainEngine`
 puts our trainer behind Trinity's `TrainEngineWrapper`; `LocalTrainActor` is the actor of the split.
-Every process that gets its handle imports this module, so PEFT is imported at its use.
+PEFT is imported at its use: every process that gets the actor's handle imports this module.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 
 class PublishingTrainer(Trainer):
-    """Trinity's Trainer, which publishes what its weights score the text of the sync check: before
-    the first step and after each, for the explorer to compare."""
+    """Trinity's Trainer, which publishes how its weights score the text of the sync check: before
+    the first step and after each."""
 
     async def prepare(self) -> None:
         await super().prepare()
@@ -52,7 +52,7 @@ class PublishingTrainer(Trainer):
 
     async def probe(self) -> tuple[list[int], list[float]] | None:
         """The fixed text in tokens, and the log-probabilities of its tokens 1..T-1; None: nobody
-        asks for them."""
+        asks."""
         raise NotImplementedError
 
     async def _publish(self) -> None:
@@ -63,8 +63,7 @@ class PublishingTrainer(Trainer):
 
 class LocalTrainEngine(TrainEngineWrapper):
     """One optimiser step a call on our trainer; it owns weights and checkpoints. All torch work
-    happens on one thread of its own, so that the actor's event loop stays free to answer and the
-    arithmetic is always done by the same thread."""
+    happens on one thread of its own, so that the event loop stays free to answer."""
 
     def __init__(self, config: AflowConfig) -> None:
         self.config = config
@@ -147,8 +146,7 @@ class LocalTrainEngine(TrainEngineWrapper):
     async def get_weight_sync_info(self) -> Any:
         return None, None, []
 
-    async def setup_weight_sync_group(self, *_: Any, **__: Any) -> None:
-        """Nothing to set up or tear down: weights travel through the Synchronizer's memory."""
+    async def setup_weight_sync_group(self, *_: Any, **__: Any) -> None: ...
 
     async def teardown_weight_sync_group(self) -> None: ...
 
@@ -214,8 +212,8 @@ class LocalTrainActor(PublishingTrainer):
         self._stop_requested = True
 
     async def train(self) -> str:
-        """Train until the target, until the explorer has no more, or until asked to stop. Always
-        leaves a checkpoint of the last finished step. Raises what a step raised."""
+        """Train until the target, the explorer's end, or a request to stop. Always leaves a
+        checkpoint of the last finished step. Raises what a step raised."""
         try:
             while self.train_step_num < self.total_steps and not self._stop_requested:
                 sampling = asyncio.ensure_future(self._sample_data())

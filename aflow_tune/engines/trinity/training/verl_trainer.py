@@ -1,8 +1,7 @@
 """Trinity's trainer actor on verl, with what 0.6.0 leaves out.
 
-- **Removal of padding without flash-attn.** Trinity takes the padding out of every batch, whatever
-  `trainer.use_remove_padding` says, by functions of flash-attn, which has to be compiled and is not
-  in our GPU set. transformers has the same functions in plain torch.
+- **Removal of padding without flash-attn**, which Trinity always needs and our GPU set lacks:
+  transformers has the same functions in plain torch.
 - **Whole pairs in DPO.** Trinity's loss sums the log-probabilities of a whole micro-batch before
   it compares chosen and rejected: margins of 2 and -1 with beta 0.1 give 0.644397, where the mean
   over the pairs is 0.671268 (Rafailov et al. 2023, equation 7). And verl cuts batches anywhere.
@@ -93,12 +92,8 @@ def provide_unpadding() -> None:
 
 
 class PairLoss(DPOLossFn):
-    """Trinity's DPO loss of each pair, summed and divided by `pairs`.
-
-    Args:
-        pairs: of the whole mini-batch of one worker. verl adds the gradients of micro-batches up,
-            so the sum of their losses must be the mean over all pairs. None: those of the call.
-    """
+    """Trinity's DPO loss of each pair, summed and divided by `pairs`, those of the whole mini-batch
+    of one worker (None: of the call): verl adds the gradients of micro-batches up."""
 
     def __init__(
         self,
