@@ -199,7 +199,7 @@ def test_tensor_parallelism_divides_heads_until_one_is_left_and_a_window_bounds_
     [(100, 112, (128, 0)), (480, 768, (768, 512)), (10, 300, (320, 192))],
 )
 def test_the_cache_grows_as_the_engine_reserves(prompt, length, columns):
-    from aflow_tune.engines.local.kv_cache import CacheShape, KVCache
+    from aflow_tune.engines.local.llama import CacheShape, KVCache
 
     assert cache_columns(prompt, length) == columns
     cache = KVCache(CacheShape(2, 2, 16, torch.float32, torch.device("cpu")))

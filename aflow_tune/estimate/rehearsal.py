@@ -37,7 +37,7 @@ from aflow_tune.config.tasksets import (
 )
 from aflow_tune.engines.local.models import load_tokenizer
 from aflow_tune.engines.local.packing import TokenTrie
-from aflow_tune.engines.local.sampling import Completion, SamplingParams, Vocabulary, prompt_faults
+from aflow_tune.engines.local.sampler import Completion, SamplingParams, Vocabulary, prompt_faults
 from aflow_tune.engines.local.server import SamplerServer
 from aflow_tune.engines.trinity.inline import InlineRollouts
 from aflow_tune.engines.trinity.readers import materialise_experiences, open_experiences

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aflow_tune.engines.local.sampling import logprobs_of
 from aflow_tune.engines.local.weights import Weights
 from aflow_tune.errors import BadInput
 
@@ -74,6 +73,13 @@ def make_decoder(model: PreTrainedModel) -> Decoder:
         return lean
     log.warning("the lean decoder disagrees with %s; using its own forward", type(model).__name__)
     return GenericDecoder(model)
+
+
+def logprobs_of(logits_TV: Tensor, targets_T: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) at the targets, fp32 [T]."""
+    scaled_TV = logits_TV.float() / temperature
+    chosen_T = scaled_TV.gather(-1, targets_T[:, None])[:, 0]
+    return chosen_T - torch.logsumexp(scaled_TV, dim=-1)
 
 
 class GenericDecoder:

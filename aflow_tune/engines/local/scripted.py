@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aflow_tune.engines.local.models import BUNDLED, cache_dir
-from aflow_tune.engines.local.protocol import ChatRequest
-from aflow_tune.engines.local.sampler import Sampler
-from aflow_tune.engines.local.sampling import (
+from aflow_tune.engines.local.sampler import (
     Completion,
+    Sampler,
     SamplingParams,
     before_stop,
     prompt_faults,
 )
-from aflow_tune.engines.local.server import SamplerServer
+from aflow_tune.engines.local.server import ChatRequest, SamplerServer
 from aflow_tune.errors import BadInput
 
 if TYPE_CHECKING:

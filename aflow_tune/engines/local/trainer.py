@@ -95,10 +95,9 @@ class LossBatch:
     extra: dict[str, Tensor]
 
     def rows(self, index: slice) -> LossBatch:
-        extra = {name: tensor[index] for name, tensor in self.extra.items()}
-        tensors = [(name, it) for name, it in vars(self).items() if isinstance(it, Tensor)]
-        own: dict[str, Any] = {name: tensor[index] for name, tensor in tensors}
-        return replace(self, extra=extra, **own)
+        own: dict[str, Any] = {"extra": {name: it[index] for name, it in self.extra.items()}}
+        own |= {name: it[index] for name, it in vars(self).items() if isinstance(it, Tensor)}
+        return replace(self, **own)
 
 
 class LossFn(Protocol):

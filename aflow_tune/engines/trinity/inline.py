@@ -1,7 +1,7 @@
 """The whole run in one process, without Ray: it rolls out or reads a data set, trains, evaluates.
 
-Trinity's own runner, readers, pipeline and metric functions do the work; `InlineRun` takes the place
-of Explorer, Trainer, Synchronizer and queue. `mode: train` takes its batches from Trinity's reader.
+Trinity's own runner, readers, pipeline and metric functions do the work; `InlineRun` replaces
+Explorer, Trainer, Synchronizer and queue. `mode: train` takes its batches from Trinity's reader.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A run on Ray: explorer and trainer of the local engine, or Trinity's own stage runner.
 
-`run_split` drives the two actors of the local engine: it ends on the first error with its cause, and
+`run_split` drives the two actors of the local engine, ends on the first error with its cause, and
 turns Ctrl-C and SIGTERM into a saved state. `run_cluster` (`engine: trinity`) leaves vLLM and verl
 to Trinity's stage runner, with actors of ours and time for the last evaluation.
 """

@@ -129,8 +129,8 @@ def share_the_gpu(config: Config) -> None:
     cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
     if gpus != 1 or cpus < CPUS:
         raise RunFailed(
-            f"`mode: colocate` needs a Ray cluster with one GPU and {CPUS} processors, and this one "
-            f"has {gpus:g} and {cpus:g}. Use `mode: both` on two GPUs, let the run see one "
+            f"`mode: colocate` needs a Ray cluster with one GPU and {CPUS} processors, not "
+            f"{gpus:g} and {cpus:g}. Use `mode: both` on two GPUs, let the run see one "
             "(`physical_gpus: [0]`), or name in cluster.ray_address what this starts: "
             f"`CUDA_VISIBLE_DEVICES=0 ray start --head --num-gpus=1 --num-cpus={CPUS}`"
         )

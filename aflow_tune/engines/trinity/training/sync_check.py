@@ -1,8 +1,8 @@
 """Whether the sampler has the trainer's weights: one fixed text, scored by both after each sync.
 
 A sync that does nothing goes unnoticed otherwise: rollouts keep coming, from the base model.
-`MISMATCH` is the mean absolute difference of the log-probabilities of the text's tokens; what counts
-as rounding is measured before the first step, when both have the same weights.
+`MISMATCH` is the mean absolute difference of the log-probabilities of the text's tokens. What
+counts as rounding is measured before the first step, when both have the same weights.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class SyncCheck:
 
 
 _WHAT_TO_DO = (
-    "Look for errors of the sync in the run's log folder, try another synchronizer.sync_method, and "
+    "Look for errors of the sync in the run's log folder, try another synchronizer.sync_method, "
     "compare the versions of vllm, verl and peft with docs/engines.md (`aflow-tune doctor`)."
 )
 
@@ -122,7 +122,7 @@ def published(namespace: str, version: int, timeout: float) -> tuple[list[int], 
     while not (content := _internal_kv_get(key, namespace=_TABLE)):
         if time.monotonic() > deadline:
             raise RunFailed(
-                f"the trainer did not score the fixed text of the sync check with version {version} "
+                f"the trainer did not score the text of the sync check with version {version} "
                 f"within {timeout:.0f} s (synchronizer.sync_timeout)"
             )
         time.sleep(0.1)
