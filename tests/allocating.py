@@ -17,8 +17,8 @@ from typing import Any
 
 from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.config.prepare import Purpose, prepare
-from aflow_tune.engines.trinity.rollout.vllm_explorer import ONE_GPU_MODE as MODE
-from aflow_tune.engines.trinity.rollout.vllm_explorer import OneGpuAllocator, share_the_gpu
+from aflow_tune.engines.trinity.rollout.explorer import ONE_GPU_MODE as MODE
+from aflow_tune.engines.trinity.rollout.explorer import OneGpuAllocator, share_the_gpu
 from aflow_tune.errors import RunFailed
 
 # isort: split

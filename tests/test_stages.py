@@ -153,7 +153,7 @@ def test_grpo_begins_with_the_weights_of_sft(chain: Path) -> None:
     import torch
 
     from aflow_tune.config.prepare import prepare
-    from aflow_tune.engines.local.packing import Sample
+    from aflow_tune.engines.local.packed_model import Sample
     from aflow_tune.engines.local.trainer import LocalTrainer
     from aflow_tune.engines.trinity.training.trainer import build_trainer
 

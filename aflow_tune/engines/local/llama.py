@@ -35,8 +35,6 @@ _COLUMN_STEP = 64
 
 @dataclass
 class CacheShape:
-    """What one token's entry looks like: layers x {key, value} x heads x head_dim."""
-
     layers: int
     heads: int
     head_dim: int
@@ -89,8 +87,7 @@ class KVCache:
         return self.kv[:, :, row]  # [layers, 2, heads, columns, head_dim], a view
 
     def drop(self, dropped: set[int]) -> list[int]:
-        """Remove rows and close the gaps with the last rows. Returns for each remaining row the row
-        that it was before."""
+        """Remove rows and close the gaps with the last ones; returns the old number of each."""
         order = list(range(self.rows))
         for hole in sorted(dropped, reverse=True):
             last = len(order) - 1
@@ -183,9 +180,7 @@ class Plan:
 
 
 def plan(
-    prompts: Sequence[TokenArray],
-    active: Sequence[tuple[TokenArray, Tensor]],
-    store: PrefixStore,
+    prompts: Sequence[TokenArray], active: Sequence[tuple[TokenArray, Tensor]], store: PrefixStore
 ) -> Plan:
     """Decide what to compute for `prompts`. `active`: tokens and storage of the sequences being
     decoded; `store`: finished ones."""
@@ -361,8 +356,8 @@ class LlamaDecoder:
         )
 
     def _interleave(self, weight: Tensor) -> Tensor:
-        """Put the two halves of every head that rotate together next to each other. Queries and
-        keys are permuted alike, so their products are unchanged."""
+        """Put the halves of every head that rotate together next to each other; queries and keys
+        alike, so their products are unchanged."""
         halves = weight.view(-1, 2, self.head_dim // 2, *weight.shape[1:])
         return halves.transpose(1, 2).reshape(weight.shape)
 
@@ -552,8 +547,8 @@ class LlamaDecoder:
         return self._rms(x, self.norm)
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 inside; in three
-        passes, where torch's own CPU version makes seven."""
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 inside; three passes
+        to torch's seven."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
         return torch.mul(x * scale, weight, out=torch.empty_like(x))

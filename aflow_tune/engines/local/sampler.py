@@ -127,16 +127,11 @@ class RowRule:
 
 
 def draw(
-    logits_BV: Tensor,
-    temperatures_B1: Tensor | None,
-    uniforms_B: Tensor,
-    rules: dict[int, RowRule],
+    logits_BV: Tensor, temperatures_B1: Tensor | None, uniforms_B: Tensor, rules: dict[int, RowRule]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token a row: tokens_B, their log-probabilities_B, and probabilities_BV, fp32.
-
-    `temperatures_B1` are positive divisors, or None when all are 1; `uniforms_B` in [0, 1);
-    `rules` the rows that are restricted, by row number.
-    """
+    `temperatures_B1`: positive divisors, None when all are 1; `uniforms_B` in [0, 1); `rules`: the
+    rows that are restricted, by number."""
     if temperatures_B1 is not None:
         logits_BV = logits_BV.float() / temperatures_B1
     probs_BV = torch.softmax(logits_BV, dim=-1, dtype=torch.float32)
@@ -205,9 +200,8 @@ def prompt_faults(prompt_ids: Sequence[int], max_model_len: int) -> list[Fault]:
     """Why a prompt cannot be completed at all."""
     if 0 < len(prompt_ids) < max_model_len:
         return []
-    expected = f"1 to fewer than {max_model_len} tokens (max_model_len), to leave room to answer"
-    cure = "shorten the prompt or raise model.max_model_len"
-    return [Fault("prompt", expected, f"{len(prompt_ids)} tokens", cure)]
+    expected, fix = f"1 to {max_model_len - 1} tokens", "shorten it, or raise model.max_model_len"
+    return [Fault("prompt", expected, f"{len(prompt_ids)} tokens", fix)]
 
 
 class Vocabulary:
@@ -286,8 +280,8 @@ class Draft:
         self.logprobs: list[float] = []
         self.tops: list[dict[int, float]] = []
         self.finish_reason: str | None = None
-        # A token adds at least one byte of text, so a stop string that ends here began at
-        # most this many tokens ago; the rest is slack for special tokens in between.
+        # A token adds at least a byte of text, so a stop string that ends here began at most this
+        # many tokens ago; 8 for special tokens in between.
         self._window = 8 + max((len(s.encode()) for s in self.params.stop), default=0)
 
     def rule(self) -> RowRule | None:
@@ -343,17 +337,16 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 @dataclass
 class _Job:
-    """Work that needs the decoder to itself: no sequence is being decoded while it runs."""
+    """Work that needs the decoder to itself."""
 
     work: Callable[[], Any]
     future: Future[Any] = field(default_factory=Future)
 
 
 class Sampler:
-    """Draws completions from a causal LM.
+    """Draws completions from a causal LM in evaluation mode, which it owns from now on.
 
     Args:
-        model: in evaluation mode; the sampler owns it from now on.
         max_batch: sequences decoded together; more of them wait their turn.
         max_model_len: tokens of prompt and completion together.
         threads: of torch, for the sampler's thread; None takes the physical cores.
@@ -411,8 +404,8 @@ class Sampler:
             raise
 
     async def submit(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
-        """Complete one prompt from any event loop; raises what `generate` raises. Cancelling the
-        awaiting task gives the place in the batch free at the next step."""
+        """Complete one prompt from any event loop; raises as `generate`. Cancelling the task frees
+        its place in the batch at the next step."""
         request = self._request(prompt_ids, params)
         self._enqueue([request])
         return await asyncio.wrap_future(request.future)
@@ -453,10 +446,10 @@ class Sampler:
     def _request(self, prompt_ids: list[int], params: SamplingParams) -> Request:
         params.validate()
         faults = prompt_faults(prompt_ids, self.max_model_len)
-        outside = [t for t in prompt_ids if not 0 <= t < self.vocabulary.size]
-        if outside:
-            expected = f"token ids below {self.vocabulary.size}"
-            faults.append(Fault("prompt", expected, str(outside[:5]), "use this model's tokenizer"))
+        size = self.vocabulary.size
+        if outside := [t for t in prompt_ids if not 0 <= t < size]:
+            fix = "use this model's tokenizer"
+            faults.append(Fault("prompt", f"token ids below {size}", str(outside[:5]), fix))
         if faults:
             raise BadInput("The prompt cannot be completed", faults)
         request = Request(list(prompt_ids), params, Future())

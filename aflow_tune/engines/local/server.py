@@ -73,8 +73,6 @@ class ResponseFormat(BaseModel):
 
 
 class Function(BaseModel):
-    """The `function` of a tool, or of a `tool_choice` that names one."""
-
     model_config = ConfigDict(extra="allow")
     name: str
     parameters: dict[str, Any] | None = None
@@ -235,8 +233,8 @@ def _choice(
 def template_messages(
     messages: Sequence[Message], tools: Sequence[Message], *, native: bool
 ) -> list[Message]:
-    """Messages in OpenAI's form as a chat template takes them. `native`: whether the template
-    renders tools and tool calls itself. BadInput: parts that are not text, arguments not JSON."""
+    """Messages in OpenAI's form as a chat template takes them, which renders tools itself or not
+    (`native`). BadInput: parts that are not text, arguments not JSON."""
     plain = [_plain(message, number) for number, message in enumerate(messages)]
     if native:
         return plain
@@ -286,9 +284,8 @@ def _plain(message: Message, number: int) -> Message:
 
 
 def parse_calls(text: str, names: Sequence[str], *, salt: str) -> tuple[str | None, list[Message]]:
-    """The text outside the tool calls (None when empty), and the calls in OpenAI's form. A call
-    that is not valid JSON of one of the functions `names` leaves the whole completion as text.
-    Equal text and `salt` give equal call ids."""
+    """The text outside the tool calls (None when empty), and the calls in OpenAI's form. All is
+    text if one is not JSON of a function in `names`. Equal `salt` and text give equal ids."""
     calls: list[Message] = []
     for position, match in enumerate(_CALL.finditer(text)):
         try:
@@ -358,13 +355,8 @@ class GreedyAnswers:
 
 
 class SamplerServer:
-    """Serves `sampler` under `model_name`.
-
-    Args:
-        tool_call_parser: only 'hermes'.
-        api_key: when given, /v1 asks for it as a bearer token.
-        frozen: the sampler's weights never change, so greedy answers are remembered.
-    """
+    """Serves `sampler` under `model_name`. `api_key`: if given, /v1 asks for it as a bearer token;
+    `frozen`: the sampler's weights never change, so greedy answers are remembered."""
 
     def __init__(
         self,
@@ -398,9 +390,7 @@ class SamplerServer:
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=2,
-            # Clients keep idle connections between rollouts; closing one while it is being
-            # reused would fail that call.
-            timeout_keep_alive=600,
+            timeout_keep_alive=600,  # closing a connection while it is reused would fail that call
         )
         listener = bound_socket(self.host, 0)
         url = f"http://{self.host}:{listener.getsockname()[1]}"
@@ -441,7 +431,7 @@ class SamplerServer:
                 return _error(401, "wrong or missing API key", "invalid_api_key")
             try:
                 return await self._chat(request)
-            except (BadInput, ValidationError) as error:
+            except (BadInput, ValidationError, json.JSONDecodeError) as error:
                 long = "max_model_len" in str(error)
                 return _error(400, str(error), "context_length_exceeded" if long else None)
             except Exception as error:
@@ -456,11 +446,8 @@ class SamplerServer:
         return self.api_key is None or hmac.compare_digest(given.encode(), wanted.encode())
 
     async def _chat(self, request: Request) -> Response:
-        try:  # not by pydantic, which refuses half of a surrogate pair that a model can write
-            body = json.loads(await request.body())
-        except ValueError as error:
-            raise BadInput(f"The body is not JSON: {error}") from error
-        chat = ChatRequest.model_validate(body)
+        # Not by pydantic, which refuses half of a surrogate pair that a model can write.
+        chat = ChatRequest.model_validate(json.loads(await request.body()))
         chat.check()
         if chat.model not in (None, self.model_name):
             message = f"the model {chat.model!r} does not exist here; it is {self.model_name!r}"
@@ -512,8 +499,8 @@ def _error(status: int, message: str, code: str | None = None) -> Response:
 
 def bound_socket(host: str, port: int) -> socket.socket:
     """A bound socket that names its protocol; port 0 takes a free one. RunFailed if it cannot be.
-    asyncio switches Nagle's algorithm off only for sockets that do; without it every answer on a
-    kept-alive connection waits 40 ms for the client's acknowledgement."""
+    asyncio switches Nagle's algorithm off only for sockets that do; else every answer on a
+    kept-alive connection waits 40 ms."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -33,8 +33,7 @@ from aflow_tune.engines.local.checkpoint import (
 )
 from aflow_tune.engines.local.lora import adapter_layers, adapter_state, inject
 from aflow_tune.engines.local.models import give_back, load_model
-from aflow_tune.engines.local.packed_model import PackedModel
-from aflow_tune.engines.local.packing import Sample, micro_batches
+from aflow_tune.engines.local.packed_model import PackedModel, Sample, micro_batches
 from aflow_tune.engines.local.weights import LoraSpec
 
 
@@ -95,9 +94,12 @@ class LossBatch:
     extra: dict[str, Tensor]
 
     def rows(self, index: slice) -> LossBatch:
-        own: dict[str, Any] = {"extra": {name: it[index] for name, it in self.extra.items()}}
-        own |= {name: it[index] for name, it in vars(self).items() if isinstance(it, Tensor)}
-        return replace(self, **own)
+        def part(it: Any) -> Any:
+            if isinstance(it, dict):
+                return {name: value[index] for name, value in it.items()}
+            return None if it is None else it[index]
+
+        return LossBatch(**{name: part(it) for name, it in vars(self).items()})
 
 
 class LossFn(Protocol):

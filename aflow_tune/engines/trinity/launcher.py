@@ -18,7 +18,7 @@ import ray
 
 from aflow_tune.cluster.ray_for_run import ray_for_run
 from aflow_tune.config.load import AflowConfig
-from aflow_tune.engines.trinity.rollout.explorer import LocalExplorer
+from aflow_tune.engines.trinity.rollout import explorer as ours
 from aflow_tune.engines.trinity.training.run_state import is_evaluated
 from aflow_tune.engines.trinity.training.trainer import LocalTrainActor
 from aflow_tune.errors import AflowTuneError, BudgetReached, RunFailed, disk_fault
@@ -52,7 +52,7 @@ def _split(
     config: AflowConfig, target: int, phase: Callable[[str], None], stop: Callable[[], bool]
 ) -> int:
     phase("starting explorer and trainer")
-    explorer, trainer = LocalExplorer.get_actor(config), LocalTrainActor.get_actor(config)
+    explorer, trainer = ours.LocalExplorer.get_actor(config), LocalTrainActor.get_actor(config)
     _wait([explorer.prepare.remote(), trainer.prepare.remote()])
     _wait([trainer.sync_weight.remote()])
     _wait([explorer.sync_weight.remote()])
@@ -161,14 +161,13 @@ def our_actors(config: AflowConfig) -> Iterator[None]:
     from trinity.explorer import explorer
     from trinity.trainer import trainer
 
-    from aflow_tune.engines.trinity.rollout import vllm_explorer
-    from aflow_tune.engines.trinity.training.verl_trainer import VerlTrainer
+    from aflow_tune.engines.trinity.training.trainer import VerlTrainer
 
     classes = explorer.Explorer, trainer.Trainer
-    explorer.Explorer, trainer.Trainer = vllm_explorer.VllmExplorer, VerlTrainer
-    if config.mode == vllm_explorer.ONE_GPU_MODE:
-        vllm_explorer.share_the_gpu(config)
-        explorer.Explorer = vllm_explorer.OneGpuExplorer
+    explorer.Explorer, trainer.Trainer = ours.VllmExplorer, VerlTrainer
+    if config.mode == ours.ONE_GPU_MODE:
+        ours.share_the_gpu(config)
+        explorer.Explorer = ours.OneGpuExplorer
     try:
         yield
     finally:

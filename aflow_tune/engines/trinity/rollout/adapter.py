@@ -106,7 +106,7 @@ def adapter_arguments(
     eval_dir: Path,
     run_dir: Path | None = None,
 ) -> dict[str, Any]:
-    """The `workflow_args` of a run or an evaluation: the same wherever a workflow is measured."""
+    """The `workflow_args` of a run or an evaluation."""
     sent, sent_judge = send(workflow, judge)
     return {
         "workflow_func": sent,
@@ -125,8 +125,8 @@ def adapter_arguments(
     }
 
 
-class BadReward(Exception):
-    """A rollout returned something that is no reward; `kind` says what."""
+class Failed(Exception):
+    """A rollout exceeded its time, or returned something that is no reward; `kind` says which."""
 
     def __init__(self, kind: Failure, detail: str) -> None:
         super().__init__(detail)
@@ -151,16 +151,12 @@ class WorkflowAdapter(Workflow):
     can_reset: bool = False
 
     def __init__(
-        self,
-        *,
-        task: Task,
-        model: ModelWrapper,
-        auxiliary_models: list[ModelWrapper] | None = None,
+        self, *, task: Task, model: ModelWrapper, auxiliary_models: list[ModelWrapper] | None = None
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
         self.settings = RolloutSettings.of(task.workflow_args)
-        # Trinity creates the rollouts of a task in order, from one task object, and tells them
-        # nothing about it. A retry works on a fresh copy, which counts from zero again.
+        # Trinity creates the rollouts of a task in order, from one task object; a retry works on a
+        # fresh copy, which counts from zero again.
         count = task.__dict__.setdefault("_aflow_runs", itertools.count())
         self.run_index: int = next(count) + self.settings.first_run
         self.seed = self._rollout_seed()
@@ -266,9 +262,8 @@ class WorkflowAdapter(Workflow):
             "max_tokens": rollout.max_tokens or model.get("max_tokens") or DEFAULT_MAX_TOKENS,
             "logprobs": True,
             "top_logprobs": rollout.logprobs,
+            "extra_body": {"top_k": rollout.top_k} if (rollout.top_k or 0) > 0 else None,
         }
-        if rollout.top_k and rollout.top_k > 0:
-            kwargs["extra_body"] = {"top_k": rollout.top_k}
         return {name: value for name, value in kwargs.items() if value is not None}
 
     def _rollout_seed(self) -> str:
@@ -322,8 +317,7 @@ class WorkflowAdapter(Workflow):
         self._keep(append_record, str(settings.eval_dir), record)
 
     def _keep(self, append: Callable[[Path, Any], None], folder: str, record: Any) -> None:
-        """Append a record; a full disk must not cost the rollout."""
-        try:
+        try:  # a full disk must not cost the rollout
             append(Path(folder), record)
         except OSError as error:
             self._say_once("records", f"Records cannot be written, the report lacks them: {error}")
@@ -355,7 +349,7 @@ def _experiences(calls: list[RecordedCall], reward: float) -> list[Experience]:
 
 
 def _placeholder(outcome: Outcome) -> Experience:
-    """Stands for a failed rollout until `RunFilter` has counted it; has no trainable token."""
+    """Stands for a failed rollout until `RunFilter` has counted it."""
     kind = (outcome.failure or Failure.RETURNED_NONE).value
     return Experience(
         tokens=torch.zeros(2, dtype=torch.int32),
@@ -384,21 +378,21 @@ def _wanted(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_reward(value: Any, who: str) -> float:
     """A reward of `who` as a finite float; scalars of numpy and torch, Decimals and bools are
-    numbers. Raises BadReward: None, not a number, or not finite."""
+    numbers. Raises Failed: None, not a number, or not finite."""
     if value is None:
-        raise BadReward(Failure.RETURNED_NONE, f"{who} returned None as the reward")
+        raise Failed(Failure.RETURNED_NONE, f"{who} returned None as the reward")
     number = value
     with contextlib.suppress(AttributeError, RuntimeError, ValueError, TypeError):
         number = value.item()  # numpy and torch, if it is one element
     if not isinstance(number, numbers.Real | Decimal):
         found = f"{who} returned no number but {type(value).__name__}: {value!r:.200}"
-        raise BadReward(Failure.NOT_A_NUMBER, found)
+        raise Failed(Failure.NOT_A_NUMBER, found)
     try:
         reward = float(number)
     except OverflowError:
         reward = math.inf
     if not math.isfinite(reward):
-        raise BadReward(Failure.NOT_FINITE, f"{who} returned {reward} as the reward")
+        raise Failed(Failure.NOT_FINITE, f"{who} returned {reward} as the reward")
     return reward
 
 
@@ -408,23 +402,15 @@ def as_metrics(metrics: Mapping[str, Any] | None, who: str) -> dict[str, float]:
     for name, value in (metrics or {}).items():
         try:
             checked[str(name)] = as_reward(value, who)
-        except BadReward:
+        except Failed:
             told = f"{who} gave the metric {name!r} no finite number: {value!r:.200}"
             raise ValueError(told) from None
     return checked
 
 
 def _failed(error: Exception) -> Outcome:
-    if isinstance(error, BadReward):
+    if isinstance(error, Failed):
         return Outcome(failure=error.kind, detail=str(error))
-    if isinstance(error, TimedOut):
-        # Where the rollout was when its time was up, innermost frame last.
-        ours = [i for i, frame in enumerate(error.stack) if frame.filename == __file__]
-        frames = error.stack[ours[-1] + 1 :] if ours else error.stack
-        listed = "".join(traceback.StackSummary.from_list(frames[-5:]).format()).rstrip()
-        kind = Failure.BLOCKED_LOOP if isinstance(error, Blocked) else Failure.TIMED_OUT
-        detail = f"{error}; it was at\n{listed}" if frames else str(error)
-        return Outcome(failure=kind, detail=detail)
     raised = error.error if isinstance(error, Escaped) else error
     # The traceback from the user's function on, without the frames that lead to it.
     trace, start = raised.__traceback__, raised.__traceback__
@@ -434,18 +420,6 @@ def _failed(error: Exception) -> Outcome:
         trace = trace.tb_next
     lines = traceback.format_exception(type(raised), raised, start or raised.__traceback__)
     return Outcome(failure=Failure.RAISED, detail="".join(lines).rstrip()[-MAX_DETAIL:])
-
-
-class TimedOut(Exception):
-    """The rollout exceeded its time; `stack` is where it was."""
-
-    def __init__(self, message: str, stack: traceback.StackSummary) -> None:
-        super().__init__(message)
-        self.stack = stack
-
-
-class Blocked(TimedOut):
-    """And its event loop does not answer."""
 
 
 class Escaped(Exception):
@@ -476,33 +450,42 @@ class RolloutThread(Generic[T]):
         self._thread.start()
 
     async def result(self, seconds: float) -> T:
-        """The coroutine's result, or the `Exception` that it raised. TimedOut: it took longer than
-        `seconds` and was cancelled, or (Blocked) its thread was abandoned. See also Escaped."""
+        """The coroutine's result, or the `Exception` that it raised. Failed: it took longer than
+        `seconds`, and was cancelled or its thread abandoned. See also Escaped."""
         try:
-            finished, _ = await asyncio.wait([self._done], timeout=seconds)
-            if finished:
+            if (await asyncio.wait([self._done], timeout=seconds))[0]:
                 return self._done.result()
-            answered: asyncio.Future[None] = self._runner_loop.create_future()
+            overdue = await self._cancel(seconds)
+        except asyncio.CancelledError:
+            self._abandon()
+            raise
+        self._abandon()
+        raise overdue
 
-            def cancel() -> None:
-                _call(self._runner_loop, answered.cancel)
-                self._task.cancel()
+    async def _cancel(self, seconds: float) -> Failed:
+        answered: asyncio.Future[None] = self._runner_loop.create_future()
 
-            _call(self._loop, cancel)
-            waiting: list[asyncio.Future[Any]] = [answered, self._done]
-            await asyncio.wait(waiting, timeout=GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if not (answered.done() or self._done.done()):
-                # A frame must not be kept: it keeps every local variable of the rollout alive.
-                stack = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))
-                raise Blocked(f"its event loop does not answer after {seconds:g} s", stack)
+        def cancel() -> None:
+            _call(self._runner_loop, answered.cancel)
+            self._task.cancel()
+
+        _call(self._loop, cancel)
+        waiting: list[asyncio.Future[Any]] = [answered, self._done]
+        await asyncio.wait(waiting, timeout=GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if answered.done() or self._done.done():
             await asyncio.wait([self._done], timeout=GRACE_SECONDS)
             error = self._done.exception() if self._done.done() else None
             cause = error.error if isinstance(error, Escaped) else error
             stack = traceback.extract_tb(cause.__traceback__ if cause else None)
-            raise TimedOut(f"not finished after {seconds:g} s", stack)
-        except (asyncio.CancelledError, TimedOut):
-            self._abandon()
-            raise
+            kind, detail = Failure.TIMED_OUT, f"not finished after {seconds:g} s"
+        else:
+            # A frame must not be kept: it keeps every local variable of the rollout alive.
+            stack = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))
+            kind, detail = Failure.BLOCKED_LOOP, f"its event loop is blocked after {seconds:g} s"
+        ours = [i for i, frame in enumerate(stack) if frame.filename == __file__]
+        frames = stack[ours[-1] + 1 :] if ours else stack
+        listed = "".join(traceback.StackSummary.from_list(frames[-5:]).format()).rstrip()
+        return Failed(kind, f"{detail}; it was at\n{listed}" if frames else detail)
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -527,8 +510,6 @@ class RolloutThread(Generic[T]):
                 self._loop.close()
 
     def _finish(self, value: T | None, error: BaseException | None) -> None:
-        """Tell the runner; what the rollout left behind is cleaned up after that."""
-
         def deliver() -> None:
             if self._given_up or self._done.done():
                 return
@@ -540,7 +521,6 @@ class RolloutThread(Generic[T]):
         _call(self._runner_loop, deliver)
 
     def _abandon(self) -> None:
-        """Stop waiting; end the thread if anything can."""
         self._given_up = True
         _call(self._loop, self._loop.stop)
         for thread in [*self._executor.running, self._thread]:

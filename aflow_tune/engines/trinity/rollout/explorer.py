@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import time
 from copy import deepcopy
 from dataclasses import replace
@@ -28,7 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from trinity.buffer.operators.experience_operator import ensure_v1_operator
 from trinity.common.config import Config, InferenceModelConfig
 from trinity.common.constants import RunningStatus
-from trinity.common.models.allocator import Allocator
+from trinity.common.models.allocator import Allocator, BundleResult
 from trinity.common.models.model import ModelWrapper
 from trinity.explorer.explorer import Explorer
 from trinity.explorer.rollout_coordinator import RolloutCoordinator
@@ -54,11 +55,13 @@ MAX_CONCURRENCY = 1000
 """Calls that one asynchronous actor of ours serves at once (Ray's own default)."""
 SILENT_SECONDS = 60.0
 """A runner process that answers nothing for so long counts as dead."""
+ONE_GPU_MODE = "colocate"
+CPUS = 5
+"""Of `colocate`: three that verl reserves beside a GPU, one for the sampler, one for all others."""
+_LAST_SECONDS, _FREE_SECONDS, _POLL_SECONDS = 30.0, 60.0, 0.5
 
 
 class CheckedExplorer(Explorer):
-    """`sixteen_bit`: whether sampler or trainer compute in bf16 or fp16."""
-
     def __init__(self, config: Config, sixteen_bit: bool) -> None:
         super().__init__(config)
         self.model_version: int = -1
@@ -70,8 +73,7 @@ class CheckedExplorer(Explorer):
     async def explore_step(self) -> bool:
         if self._failure is not None:  # the watcher of a fully asynchronous run only logged it
             raise self._failure
-        went_on: bool = await super().explore_step()
-        return went_on
+        return bool(await super().explore_step())
 
     async def _pull_latest_weights(self) -> None:
         await super()._pull_latest_weights()
@@ -112,10 +114,8 @@ class LocalAllocator(Allocator):
     ) -> ModelWrapper:
         name = self.get_actor_name(role, engine_id, 0)
         engine_config = replace(deepcopy(config), engine_id=engine_id, ray_actor_name=name)
-        place = PlacementGroupSchedulingStrategy(
-            placement_group=self.pg,
-            placement_group_bundle_index=self.bundle_result.actor_bundle_map[name],
-        )
+        bundle = self.bundle_result.actor_bundle_map[name]
+        place = PlacementGroupSchedulingStrategy(self.pg, placement_group_bundle_index=bundle)
         options = _options(config, name=name, scheduling_strategy=place)
         actor = ray.remote(LocalRolloutModel).options(**options).remote(config=engine_config)
         await actor.prepare.remote()
@@ -252,9 +252,8 @@ class LocalCoordinator(RolloutCoordinator):
 
     async def close_pipeline(self) -> None:
         """Release the experience buffer: readers stop once they took what is in it."""
-        if self.experience_pipeline is not None:
-            await self.experience_pipeline.close()
-            self.experience_pipeline = None
+        await self.experience_pipeline.close()
+        self.experience_pipeline = None
 
     @classmethod
     def get_actor(cls, config: Config) -> Any:
@@ -350,15 +349,16 @@ class LocalExplorer(CheckedExplorer):
     async def _finish_eval_step(self, step: int | None = None, prefix: str = "eval") -> None:
         """As upstream's; an evaluation in which the budget ended is not logged as made."""
         monitor: Any = self.monitor
-        held: list[tuple[dict[str, Any], int]] = []
-        self.monitor = SimpleNamespace(log=lambda data, step: held.append((data, step)))
+
+        def log(metrics: dict[str, Any], step: int) -> None:
+            stop_at_limit(self.config)
+            monitor.log(metrics, step)
+
+        self.monitor = SimpleNamespace(log=log)
         try:
             await super()._finish_eval_step(step, prefix)
         finally:
             self.monitor = monitor
-        stop_at_limit(self.config)
-        for metrics, at in held:
-            monitor.log(metrics, at)
 
     async def _evaluate(self) -> None:
         """Evaluate the current weights on the held-out task sets and wait for the result."""
@@ -374,8 +374,117 @@ class LocalExplorer(CheckedExplorer):
         await self._finish_eval_step(step=step)
         self._last_evaluated = step
 
-    async def shutdown(self) -> None:
-        if self.rollout_coordinator is not None:
-            await self.rollout_coordinator.shutdown.remote()
-            self.rollout_coordinator = None
-        await super().shutdown()
+
+class VllmExplorer(CheckedExplorer):
+    """Trinity's explorer over `VllmSampler`s. An error ends the run, where upstream logs it and
+    leaves the trainer waiting; an evaluation follows the sync of its step, and the last step is
+    always evaluated; a killed run resumes from the tasks that follow the trainer's checkpoint."""
+
+    def __init__(self, config: Config) -> None:
+        from trinity.common.models import vllm_model
+
+        from aflow_tune.engines.trinity.rollout.vllm_sampler import VllmSampler
+
+        # Trinity's allocator asks that module for the class of its actors, in this process.
+        vllm_model.vLLMRolloutModel = VllmSampler
+        super().__init__(config, _computes_in_16_bits(config))
+
+    async def explore(self) -> str:
+        """Roll out, sync, evaluate, until the tasks are used up. Raises what a step raised."""
+        while await self.explore_step():
+            if await self.need_sync():
+                await self.sync_weight()
+            if self.need_eval():
+                await self.finish_current_steps()
+                await self.eval()
+                await self._finish_eval_step(step=self.explore_step_num)
+        return str(self.config.explorer.name)
+
+    async def explore_step(self) -> bool:
+        went_on = await super().explore_step()
+        if went_on:
+            state, folder = self.taskset.state_dict(), Path(self.config.checkpoint_job_dir)
+            save_taskset_state(folder, self.explore_step_num, state)
+        return went_on
+
+    async def _pull_latest_weights(self) -> None:
+        """As upstream's, and the last ones too: the trainer says that it has stopped, which ends
+        upstream's wait, a moment before its last checkpoint."""
+        before, deadline = self.model_version, time.monotonic() + _LAST_SECONDS
+        await super()._pull_latest_weights()
+        while self._is_last() and self.model_version == before and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
+            if await self.synchronizer.get_latest_model_version.remote() > before:
+                await super()._pull_latest_weights()
+
+    def need_eval(self) -> bool:
+        return self._is_last() or super().need_eval()
+
+    def _is_last(self) -> bool:
+        return bool(self.explore_step_num == self.config.trainer.total_steps)
+
+
+def _computes_in_16_bits(config: Config) -> bool:
+    """Whether sampler or trainer do. verl's autocast does unless told otherwise, and it sends full
+    weights in bf16 whatever it is told."""
+    if config.explorer.rollout_model.dtype != "float32" or config.model.lora_configs is None:
+        return True
+    settings: Any = config.trainer.trainer_config or {}
+    settings = settings.get("actor_rollout_ref") or settings
+    for name in ("actor", "fsdp_config", "mixed_precision"):
+        settings = settings.get(name) or {}
+    return settings.get("param_dtype", "bf16") not in ("fp32", "float32")
+
+
+class OneGpuAllocator(Allocator):
+    """Trinity's, for a sampler on the GPU which the trainer reserved (`mode: colocate`; there it
+    waits for ever, Trinity's issue 602). It reserves a processor of that node and no GPU, and the
+    sampler is told which to use, which is certain only if the cluster has a single GPU."""
+
+    def allocate_bundles(self) -> BundleResult:
+        result = super().allocate_bundles()
+        nodes = [it for it in ray.nodes() if it["Alive"] and it["Resources"].get("GPU")]
+        if not nodes:
+            raise RunFailed("no node of the Ray cluster has a GPU any more (see `ray status`)")
+        for bundle in result.bundles:
+            bundle.pop("GPU")
+            # Every node has 1 of a resource with its own name: only to be placed there.
+            bundle[f"node:{nodes[0]['NodeManagerAddress']}"] = 0.001
+        return result
+
+    async def create_engine(
+        self, config: InferenceModelConfig, role: str, engine_id: int
+    ) -> ModelWrapper:
+        shared = replace(config, gpu_per_engine=0)
+        return await super().create_engine(shared, role, engine_id)
+
+
+class OneGpuExplorer(VllmExplorer):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.model_allocator = OneGpuAllocator(config.explorer)
+
+
+def share_the_gpu(config: Config) -> None:
+    """Tell the sampler which GPU the trainer will get; Ray must be running. RunFailed: the cluster
+    has too few processors, or not one GPU, or it is not free."""
+    resources = ray.cluster_resources()
+    cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
+    if gpus != 1 or cpus < CPUS:
+        raise RunFailed(
+            f"`mode: colocate` needs a Ray cluster with one GPU and {CPUS} processors, not "
+            f"{gpus:g} and {cpus:g}. Use `mode: both` on two GPUs, let the run see one "
+            "(`physical_gpus: [0]`), or name in cluster.ray_address what this starts: "
+            f"`CUDA_VISIBLE_DEVICES=0 ray start --head --num-gpus=1 --num-cpus={CPUS}`"
+        )
+    on_gpu = ray.remote(num_gpus=1, num_cpus=0, max_retries=0)
+    reference = on_gpu(lambda: os.environ.get("CUDA_VISIBLE_DEVICES", "")).remote()
+    if not ray.wait([reference], timeout=_FREE_SECONDS)[0]:
+        ray.cancel(reference, force=True)
+        held = f"the GPU of the Ray cluster is in use after {_FREE_SECONDS:.0f} s"
+        raise RunFailed(f"{held}: another run holds it (see `ray status`)")
+    config.explorer.rollout_model.cuda_visible_devices = ray.get(reference)
+    deadline = time.monotonic() + _FREE_SECONDS
+    # verl looks at what is available once, and gives up if the GPU is not back yet.
+    while ray.available_resources().get("GPU", 0) < 1 and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)

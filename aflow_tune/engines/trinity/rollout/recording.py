@@ -110,9 +110,8 @@ class RolloutRecorder:
         if kwargs.get("stream"):
             raise ValueError("a model that is being tuned cannot stream: pass stream=False")
         configured = self._generate_kwargs
-        if "max_completion_tokens" in kwargs and kwargs.get("max_tokens") == (
-            configured.get("max_tokens")
-        ):
+        same = kwargs.get("max_tokens") == configured.get("max_tokens")
+        if "max_completion_tokens" in kwargs and same:
             kwargs["max_tokens"] = None  # the configured one yields to its newer name
         bodies = (configured.get("extra_body"), kwargs.get("extra_body"))
         if any(bodies):
@@ -255,12 +254,8 @@ def final_answer(response: Any, calls: list[RecordedCall]) -> str | None:
 def transcript_entry(call: RecordedCall) -> dict[str, Any]:
     """One entry of `EvalRecord.transcript`."""
     first = call.experiences[0]
-    return {
-        "caller": call.note.caller,
-        "messages": call.messages,
-        "response": first.response_text or "",
-        "tokens": response_length(first),
-    }
+    asked = {"caller": call.note.caller, "messages": call.messages}
+    return {**asked, "response": first.response_text or "", "tokens": response_length(first)}
 
 
 def state_hash(task_id: str, caller: str, state: Any) -> str:
@@ -336,11 +331,8 @@ def _sampling(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call that change what is sampled, without those that have no effect."""
     given = {**kwargs, **(kwargs.get("extra_body") or {})}
     temperature = given.get("temperature")
-    changed = {
-        name: given[name]
-        for name in _DISTRIBUTION_KEYS
-        if given.get(name) and given[name] not in _NO_EFFECT.get(name, ())
-    }
+    changed = {name: given[name] for name in _DISTRIBUTION_KEYS if given.get(name)}
+    changed = {k: v for k, v in changed.items() if v not in _NO_EFFECT.get(k, ())}
     return {**changed, "temperature": 1.0 if temperature is None else float(temperature)}
 
 
