@@ -28,9 +28,8 @@ log = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
-    """Rows 0..B-1 are the active sequences. All methods run on the sampler's thread.
-    `computed_tokens` counts prompt tokens that went through the model, `shared_tokens` those whose
-    keys and values were copied instead."""
+    """Rows 0..B-1 are the active sequences. All methods run on the sampler's thread. Of prompt
+    tokens, `computed_tokens` went through the model, `shared_tokens` were copied instead."""
 
     computed_tokens: int
     shared_tokens: int
@@ -83,9 +82,8 @@ def logprobs_of(logits_TV: Tensor, targets_T: Tensor, temperature: float) -> Ten
 
 
 class GenericDecoder:
-    """`Decoder` over `model.forward`: rows are padded on the left to a common length, equal prompts
-    of one call are computed once. Weights are changed in the model itself; the base of adapted
-    layers is kept aside."""
+    """`Decoder` over `model.forward`: rows are padded on the left, equal prompts of a call computed
+    once. Weights are changed in the model itself; the base of adapted layers is kept aside."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

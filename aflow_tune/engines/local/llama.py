@@ -215,12 +215,9 @@ def plan(
 
 
 class PackedLinear:
-    """y_NO = x_NI W' + b for a frozen W, with fused element-wise tails.
-
-    `torch.nn.functional.linear` rearranges the weight for oneDNN on every call, which costs more
-    than the product of a decode step. Here that is done once, by the kernels that torch.compile
-    emits for frozen weights. Where they are missing, plain torch does the same arithmetic.
-    """
+    """y_NO = x_NI W' + b for a frozen W, with fused element-wise tails. The weight is rearranged
+    for oneDNN once, not on every call, which costs more than the product of a decode step. Where
+    these kernels are missing, plain torch does the same arithmetic."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
         self.packed = (
@@ -466,8 +463,7 @@ class LlamaDecoder:
         self, cache: KVCache, positions_B: Tensor, used: int
     ) -> Callable[[int, Tensor], Tensor]:
         """Attention of one new token a row to its first `positions + 1` columns. In fp32 a batched
-        product and a weighted sum of the value rows are faster than the fused kernel, which in
-        bf16 keeps the scores in fp32."""
+        product and a weighted sum are faster; in bf16 the fused kernel keeps scores in fp32."""
         rows, groups = len(positions_B), self.heads // self.kv_heads
         columns = torch.arange(used, device=self.device)
         mask = torch.zeros(rows, 1, 1, used, dtype=self.dtype, device=self.device)

@@ -222,9 +222,9 @@ def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Packe
 def micro_batches(
     samples: Sequence[Sample], groups: Sequence[Sequence[int]], max_tokens: int
 ) -> list[list[int]]:
-    """Split a train batch into micro-batches of whole rollouts, at most `max_tokens` packed tokens.
-    `groups` lists sample indices by task. A group that fits is not cut; a rollout longer than
-    `max_tokens` is a micro-batch of its own. The order is kept."""
+    """Split a train batch, in order, into micro-batches of whole rollouts of at most `max_tokens`
+    packed tokens; a longer rollout has its own. A group (of sample indices) that fits is not cut.
+    """
     paths = [sample.path() for sample in samples]
     batches: list[list[int]] = [[]]
     trie = TokenTrie()
@@ -288,11 +288,9 @@ def _attend(
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Attention of one block with the softmax's backward pass as batched matrix products.
-
-    With P = softmax(s Q K' + mask):  dV = P' dO,  dS = P * (dO V' - rowsum(dO * O)),
-    dQ = s dS K,  dK = s dS' Q. Query heads that share a key head are stacked as more rows.
-    """
+    """Attention of one block with the softmax's backward pass as batched matrix products: with
+    P = softmax(s Q K' + mask),  dV = P' dO,  dS = P * (dO V' - rowsum(dO * O)),  dQ = s dS K,
+    dK = s dS' Q. Query heads that share a key head are stacked as more rows."""
 
     @staticmethod
     def forward(

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -67,8 +66,6 @@ class SamplingParams:
     """Sequence i draws from Generator(seed + i); None takes fresh randomness."""
     top_logprobs: int = 0
     """Also report this many likeliest tokens at every position."""
-    min_tokens: int = 0
-    """No end of sequence and no stop string before this many tokens."""
     ignore_eos: bool = False
     json_schema: dict[str, Any] | None = None
     grammar: str | None = None
@@ -84,7 +81,6 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("stop", "" not in self.stop, "no empty string"),
             ("top_logprobs", 0 <= self.top_logprobs <= 20, "0 to 20"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "0 to max_tokens"),
             ("grammar", self.grammar is None or self.json_schema is None, "not with json_schema"),
         ]
         faults = [
@@ -129,9 +125,8 @@ class RowRule:
 def draw(
     logits_BV: Tensor, temperatures_B1: Tensor | None, uniforms_B: Tensor, rules: dict[int, RowRule]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token a row: tokens_B, their log-probabilities_B, and probabilities_BV, fp32.
-    `temperatures_B1`: positive divisors, None when all are 1; `uniforms_B` in [0, 1); `rules`: the
-    rows that are restricted, by number."""
+    """Draw one token a row: tokens_B, their log-probabilities_B, and probabilities_BV, fp32, from
+    uniforms in [0, 1). `temperatures_B1`: None when all are 1; `rules`: by row number."""
     if temperatures_B1 is not None:
         logits_BV = logits_BV.float() / temperatures_B1
     probs_BV = torch.softmax(logits_BV, dim=-1, dtype=torch.float32)
@@ -153,9 +148,8 @@ def draw(
 
 
 def invert(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds uniform * total, per row. Sums blocks of the
-    vocabulary first, so that only one block per row needs a running sum. A token of weight zero is
-    never returned."""
+    """The first token whose cumulative weight exceeds uniform * total, per row, and never one of
+    weight zero. Blocks are summed first, so that only one a row needs a running sum."""
     if short := -weights_BV.shape[1] % _BLOCK:
         weights_BV = F.pad(weights_BV, (0, short))
     blocks_BKW = weights_BV.unflatten(1, (-1, _BLOCK))
@@ -217,8 +211,6 @@ class Vocabulary:
         for source in (configured, model.config.eos_token_id, tokenizer.eos_token_id):
             if source is not None:
                 self.eos.update([source] if isinstance(source, int) else source)
-        # numpy, because torch would start a pool of workers for the calling thread too.
-        self.eos_mask_V = torch.from_numpy(np.isin(np.arange(self.size), list(self.eos)))
 
     def text(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -291,8 +283,6 @@ class Draft:
         if self.matcher is not None:
             bias = bytearray(self.matcher.compute_logit_bias())
             banned = torch.frombuffer(bias, dtype=torch.uint8) == 0
-        elif len(self.tokens) < p.min_tokens:
-            banned = self.vocabulary.eos_mask_V
         greedy = p.temperature == 0
         if banned is None and not greedy and p.top_p == 1 and p.top_k == 0:
             return None
@@ -309,12 +299,11 @@ class Draft:
         if self.matcher is not None:
             self.matcher.consume_token(token)
         tail = self.vocabulary.text(self.tokens[-self._window :]) if params.stop else ""
-        ended = len(self.tokens) >= params.min_tokens and (
+        if (
             (token in self.vocabulary.eos and not params.ignore_eos)
             or (self.matcher is not None and self.matcher.is_stopped())
             or any(stop in tail for stop in params.stop)
-        )
-        if ended:
+        ):
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.limit:
             self.finish_reason = "length"
@@ -344,15 +333,9 @@ class _Job:
 
 
 class Sampler:
-    """Draws completions from a causal LM in evaluation mode, which it owns from now on.
-
-    Args:
-        max_batch: sequences decoded together; more of them wait their turn.
-        max_model_len: tokens of prompt and completion together.
-        threads: of torch, for the sampler's thread; None takes the physical cores.
-        deterministic: see the module's docstring.
-        lora: the shape of the adapter that `update_weights` will bring, if it brings one.
-    """
+    """Draws completions from a causal LM in evaluation mode, which it owns from now on. `max_batch`
+    sequences are decoded together; `max_model_len` counts prompt and completion; `threads` None
+    takes the physical cores; `lora`: of the adapters that `update_weights` will bring."""
 
     def __init__(
         self,
@@ -391,9 +374,8 @@ class Sampler:
     def generate(
         self, prompts: list[list[int]], params: list[SamplingParams]
     ) -> list[list[Completion]]:
-        """Complete every prompt; blocks. Returns `params[i].n` completions for prompt i. Raises
-        BadInput if a prompt or its parameters are refused, RunFailed if the engine failed (its
-        error is the cause) or was closed."""
+        """`params[i].n` completions for prompt i; blocks. Raises BadInput if a prompt or its
+        parameters are refused, RunFailed if the engine failed (see its cause) or was closed."""
         requests = [self._request(p, s) for p, s in zip(prompts, params, strict=True)]
         self._enqueue(requests)
         try:

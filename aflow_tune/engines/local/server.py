@@ -44,6 +44,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "min_p": (0,),
+    "min_tokens": (0,),
     "logit_bias": ({},),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -108,7 +109,6 @@ class ChatRequest(BaseModel):
     response_format: ResponseFormat | None = None
     return_token_ids: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    min_tokens: int | None = None
     ignore_eos: bool = False
 
     def offered_tools(self) -> list[Message]:
@@ -156,7 +156,7 @@ class ChatRequest(BaseModel):
             wanted = self.response_format.json_schema
             schema = {"type": "object"} if wanted is None else wanted.get("schema", {})
         limits = (self.max_completion_tokens, self.max_tokens, default_max_tokens)
-        names = ("n", "temperature", "top_p", "seed", "top_logprobs", "min_tokens", "ignore_eos")
+        names = ("n", "temperature", "top_p", "seed", "top_logprobs", "ignore_eos")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return SamplingParams(
             max_tokens=next(limit for limit in limits if limit is not None),

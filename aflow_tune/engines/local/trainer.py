@@ -257,19 +257,21 @@ class LocalTrainer:
         outputs = {"logprobs_BR": logprobs}
         if entropy is not None:
             outputs["entropy_BR"] = entropy
-        leaves, seen = {}, batch
+        leaves: list[Tensor] = []
+        changed: dict[str, Any] = {}
         for name, output in outputs.items():
-            leaf = leaves[name] = output.detach().requires_grad_()
+            leaves.append(output.detach().requires_grad_())
             whole: Tensor = getattr(batch, name)
-            whole[rows] = leaf.detach()
-            seen = replace(seen, **{name: whole.index_put((rows,), leaf)})
+            whole[rows] = output.detach()
+            changed[name] = whole.index_put((rows,), leaves[-1])
+        seen = replace(batch, **changed)
         if loss.per_group:  # a micro-batch is a group
             value = loss(seen.rows(slice(indices[0], indices[-1] + 1)))[0] / groups
         else:
             value = loss(seen)[0]
         if not value.requires_grad or not logprobs.requires_grad:
             return
-        grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+        grads = torch.autograd.grad(value, leaves, allow_unused=True)
         used = [(o, g) for o, g in zip(outputs.values(), grads, strict=True) if g is not None]
         torch.autograd.backward([o for o, _ in used], [g for _, g in used])
         # Gradients of bf16 weights move to their fp32 masters, so that sums stay exact.

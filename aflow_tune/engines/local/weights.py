@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.errors import BadInput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,8 +42,7 @@ class Weights:
 
     def load(self, state: Mapping[str, Tensor], lora: LoraSpec | None) -> None:
         """Take an adapter state (`lora.<module path>.A` and `.B`) or full parameters by name.
-        Raises BadInput: names or shapes that the model does not have, or an adapter without a
-        `LoraSpec`; nothing was changed."""
+        BadInput, and nothing changed: names or shapes that do not fit, or no `LoraSpec`."""
         adapter = {key: value for key, value in state.items() if key.startswith(_PREFIX)}
         if adapter and (lora is None or len(adapter) < len(state)):
             raise BadInput("The weight update is an adapter, mixed or without the sampler's lora=")
@@ -62,18 +61,12 @@ class Weights:
                         out_width, in_width = in_width, out_width
                     shapes[key] = (A_RI.shape[0], in_width)
                     shapes[f"{_PREFIX}{path}.B"] = (out_width, A_RI.shape[0])
-        faults = [
-            Fault(
-                name,
-                f"shape {shapes[name]}" if name in shapes else "a weight of the model",
-                f"shape {tuple(value.shape)}" if name in shapes else "no such parameter",
-                "build sampler and trainer from the same model and lora",
-            )
-            for name, value in state.items()
-            if shapes.get(name) != tuple(value.shape)
-        ]
-        if faults:
-            raise BadInput("The weight update does not fit the sampler's model", faults)
+        for name, value in state.items():
+            if shapes.get(name) != tuple(value.shape):
+                expected = f"shape {shapes[name]}" if name in shapes else "no such parameter"
+                title = "The weight update does not fit the sampler's model"
+                found, fix = f"shape {tuple(value.shape)}", "use one model and lora for both"
+                raise BadInput.of(title, name, expected, found, fix)
         self.adapter, self.scaling = adapter, lora.scaling if lora is not None else 0.0
         if not adapter:
             with torch.no_grad():

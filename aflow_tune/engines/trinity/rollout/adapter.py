@@ -267,9 +267,8 @@ class WorkflowAdapter(Workflow):
         return {name: value for name, value in kwargs.items() if value is not None}
 
     def _rollout_seed(self) -> str:
-        """Root of the seeds of this rollout's calls, the same whenever it is repeated. Evaluations
-        leave the step out and count items by their rows: all draw the same random numbers, so that
-        a difference is due to the weights."""
+        """Root of the seeds of this rollout's calls. Evaluations leave the step out and count items
+        by their rows: all draw the same random numbers, so a difference is due to the weights."""
         task = self.task
         batch, number = task.batch_id, task.task_id
         if task.is_eval:

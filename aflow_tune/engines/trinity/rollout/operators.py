@@ -35,12 +35,9 @@ Processed = tuple[list[Experience], dict[str, float]]
 
 
 class RunFilter(ExperienceOperator):
-    """Keeps the experiences of rollouts that succeeded, ordered by task, rollout and step.
-
-    A rollout whose whole group failed but for itself is taken out too, unless nothing else is left
-    of the step: Trinity's group advantages would take its raw reward for one. A step with a larger
-    share of failed rollouts than `max_failed_fraction` ends training.
-    """
+    """Keeps the experiences of rollouts that succeeded, ordered by task, rollout and step. The only
+    one left of its group is taken out too, unless nothing else is left of the step: Trinity would
+    take its raw reward for an advantage. More than `max_failed_fraction` failed end training."""
 
     def __init__(self, max_failed_fraction: float = 1.0) -> None:
         self.max_failed_fraction = max_failed_fraction
@@ -51,12 +48,8 @@ class RunFilter(ExperienceOperator):
         """The surviving experiences, `group/failed_runs`, `group/lone_runs` (taken out for want of
         a group), and the shares of task groups by their rewards: `group/frac_mixed` (they differ),
         `group/frac_all_best` and `group/frac_all_worst` (all alike, in the upper or lower half of
-        the rewards seen in this training).
-
-        Raises:
-            RunFailed: no rollout is left, or too many failed; with the first traceback.
-            BudgetReached: the budget ended in this step, which is then not trained.
-        """
+        the rewards seen in this training). Raises RunFailed: no rollout is left, or too many
+        failed, with the first traceback; BudgetReached: this step is not trained."""
         failed = [exp for exp in exps if FAILURE_KEY in exp.info]
         kept = [exp for exp in exps if FAILURE_KEY not in exp.info]
         succeeded = len({exp.eid.rid for exp in kept})
@@ -99,12 +92,9 @@ class RunFilter(ExperienceOperator):
 
 
 class AnchorRate(ExperienceOperator):
-    """Logs how often GiGPO finds another rollout in the same state; changes no experience.
-
-    GiGPO compares the calls that different rollouts made in one anchor state (`STATE_KEY`); if
-    nearly all are alone in theirs, it quietly is plain GRPO. Trinity's own
-    `gigpo/anchor_group_hit_ratio` also counts one rollout that meets a state twice.
-    """
+    """Logs how often GiGPO finds another rollout in the same anchor state (`STATE_KEY`): if nearly
+    never, it quietly is plain GRPO. Trinity's own `gigpo/anchor_group_hit_ratio` also counts one
+    rollout that meets a state twice."""
 
     def process(self, exps: list[Experience]) -> Processed:
         """The same experiences, and the shares of calls whose state another rollout met as well:

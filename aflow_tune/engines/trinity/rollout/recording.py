@@ -70,10 +70,9 @@ class RecordingClient:
 
 
 class RolloutRecorder:
-    """Everything that one rollout asks the model that is being tuned. Made in the runner's event
-    loop, in which the client of `source` works. `task_id` is unique in its batch; `seed` the root
-    of the seeds of its calls, None leaves them to the server; `generate_kwargs` the configured
-    arguments of a call."""
+    """Everything that one rollout asks the model that is being tuned. Made in the event loop of
+    `source`'s client. `task_id` is unique in its batch; `seed`: root of the seeds of its calls,
+    None leaves them to the server; `generate_kwargs`: the configured arguments of a call."""
 
     def __init__(
         self,

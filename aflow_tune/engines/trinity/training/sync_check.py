@@ -131,10 +131,5 @@ def published(namespace: str, version: int, timeout: float) -> tuple[list[int], 
     return found["tokens"], found["logprobs"]
 
 
-def forget(namespace: str) -> None:
-    """Take away what was published and nobody asked for: the cluster may be another's."""
-    _internal_kv_del(_key(namespace), del_by_prefix=True, namespace=_TABLE)
-
-
-def _key(namespace: str, version: int | str = "") -> bytes:
+def _key(namespace: str, version: int) -> bytes:
     return f"{namespace}:{version}".encode()
