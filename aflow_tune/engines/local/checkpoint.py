@@ -30,16 +30,9 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT = 1
 ADAPTER_CONFIG = "adapter_config.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
+TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+TOKENIZER_FILES += ["added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt"]
+TOKENIZER_FILES += ["tokenizer.model"]
 
 
 class CheckpointError(AflowTuneError, ValueError):
@@ -177,9 +170,8 @@ def fingerprint(folder: Path) -> str:
 
 
 def read_weights(folder: Path) -> tuple[dict[str, Tensor], LoraSpec | None]:
-    """Weights for a sampler of the base model, from a checkpoint or a PEFT adapter: an adapter
-    state with its shape, or all parameters by name and None. Raises BadInput for an adapter that
-    the sampler does not compute, CheckpointError for a damaged checkpoint."""
+    """Weights for a sampler of the base model: an adapter state with its shape, or all parameters
+    by name and None. Raises BadInput for an adapter that is no plain LoRA, CheckpointError."""
     from aflow_tune.engines.local.weights import LoraSpec
 
     if kind_of(folder) is Kind.ADAPTER:

@@ -80,7 +80,7 @@ class KVCache:
         self.kv = grown
 
     def copy_prefix(self, source: Tensor, row: int, length: int) -> None:
-        """Write the first `length` columns of `source` [layers, 2, heads, columns, dim]."""
+        """Write the first columns of `source` [layers, 2, heads, columns, dim]."""
         self.kv[:, :, row, :, :length] = source[:, :, :, :length]
 
     def row(self, row: int) -> Tensor:
@@ -138,8 +138,7 @@ class PrefixStore:
         self.entries = [*kept, (tokens, storage[:, :, :, : len(tokens)].clone())]
 
 
-_WORTH_COPYING = 16
-"""Fewer shared tokens than this are computed again: copying would only split the batch."""
+_WORTH_COPYING = 16  # fewer shared tokens are computed again: copying would split the batch
 
 
 @dataclass
@@ -252,12 +251,9 @@ class PackedLinear:
 
 _CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_PREFILL_TOKENS = 4096
-"""Prompt tokens in one forward pass; bounds the memory of its activations."""
-_SCORE_ROWS = 256
-"""Positions whose logits are held at once while scoring."""
-_STORED_TOKENS = 8192
-"""Tokens of finished sequences that stay available as prefixes."""
+_PREFILL_TOKENS = 4096  # prompt tokens in one forward pass; bounds the memory of its activations
+_SCORE_ROWS = 256  # positions whose logits are held at once while scoring
+_STORED_TOKENS = 8192  # tokens of finished sequences that stay available as prefixes
 
 
 def supports(model: PreTrainedModel) -> bool:

@@ -5,9 +5,8 @@ refuses or disagrees runs one unpadded sequence at a time, with its own logits.
 
 **Token tries.** All samples of a micro-batch go into one trie, whose nodes are the tokens of one
 packed row. A node attends to its ancestors, so the row equals the separate samples for any causal
-model. Attention gathers queries, keys and values into a few padded blocks of whole paths. On a CPU
-the flash kernel's backward pass is several times slower than the few batched matrix products it
-stands for, so there it is written out.
+model. Attention goes by a few padded blocks of whole paths. On a CPU its backward pass is written
+out as batched matrix products, several times faster than the flash kernel's.
 
 **An output head that keeps no logits**, the largest tensor of a train batch. Both outputs of
 `token_scores` have a gradient with respect to the hidden states that is linear in one number a row:
@@ -31,8 +30,7 @@ import torch
 from torch import BoolTensor, LongTensor, Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-BUCKET_FILL = 0.75
-"""Paths share one padded attention block if each fills at least this share of the longest."""
+BUCKET_FILL = 0.75  # paths of a padded attention block fill at least this share of the longest
 
 
 @dataclass
@@ -124,10 +122,9 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """One micro-batch as one row of N tokens. Attention outputs of all `blocks`, flattened and
-    concatenated, give the row's by `index_select(place_N)`. scored_U: nodes whose next token
-    counts. Score m is the log-probability of target_M[m] after node scored_U[node_M[m]]; it belongs
-    to sample row_M[m], response column column_M[m]."""
+    """One micro-batch as one row of N tokens. Attention outputs of all `blocks`, concatenated, give
+    the row's by `index_select(place_N)`. Score m is the log-probability of target_M[m] after node
+    scored_U[node_M[m]]; it belongs to sample row_M[m], response column column_M[m]."""
 
     tokens_N: LongTensor
     positions_N: LongTensor
@@ -257,12 +254,11 @@ def micro_batches(
 NAME = "aflow_token_trie"
 """Of `trie_attention` among transformers' attention functions; without a mask function of this
 name, models make no mask."""
-CHUNK_ELEMENTS = 128 * 49152
-"""Logits that exist at once; small enough for a CPU's shared cache to be of use."""
+CHUNK_ELEMENTS = 128 * 49152  # logits that exist at once; they fit a CPU's shared cache
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 """Largest difference of a log-probability that counts as rounding in the probe."""
+# Arguments that change the attention weights; models that pass them run unpacked.
 _REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
-"""Arguments that change the attention weights; models that pass them run unpacked."""
 _MAX_SCORES = 1 << 24
 """Scores (S H Q K) up to which a block's backward pass is written out; beyond it the flash kernel's
 constant memory matters more than its speed."""

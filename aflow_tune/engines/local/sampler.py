@@ -1,9 +1,9 @@
 """The sampler: many requests, one thread that decodes them all together.
 
-Requests, weight updates and scoring jobs stand in one queue and are served in order. Waiting
-sequences join the running batch between two decode steps (continuous batching). A weight update is
-a barrier, so no completion mixes two versions. `deterministic=True` serves one request at a time
-from an empty cache; otherwise the company may change the last bits of a request's arithmetic.
+Requests, weight updates and scoring jobs are served in order. Waiting sequences join the running
+batch between two decode steps. A weight update is a barrier, so no completion mixes two versions.
+`deterministic=True` serves one request at a time from an empty cache; otherwise the company may
+change the last bits of a request's arithmetic.
 
 Drawing inverts one uniform number, so a sequence's randomness is a row of uniforms fixed at
 admission: the same seed, prompt and weights give the same tokens in whatever company.
@@ -378,12 +378,7 @@ class Sampler:
         parameters are refused, RunFailed if the engine failed (see its cause) or was closed."""
         requests = [self._request(p, s) for p, s in zip(prompts, params, strict=True)]
         self._enqueue(requests)
-        try:
-            return [request.future.result() for request in requests]
-        except BaseException:
-            for request in requests:
-                request.future.cancel()
-            raise
+        return [request.future.result() for request in requests]
 
     async def submit(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
         """Complete one prompt from any event loop; raises as `generate`. Cancelling the task frees
@@ -410,7 +405,7 @@ class Sampler:
         self._on_thread(load)
 
     def stats(self) -> dict[str, float]:
-        """Totals since the start: tokens, and seconds with work to do."""
+        """Totals since the start."""
         return {
             "generated_tokens": self._generated,
             "prefilled_tokens": self.decoder.computed_tokens,

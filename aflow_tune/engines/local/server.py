@@ -1,11 +1,9 @@
 """OpenAI's chat-completions API over a sampler, on loopback.
 
 `GET /health`, `GET /v1/models`, `POST /v1/chat/completions`, in a thread with an event loop of its
-own. A client that goes away cancels its request and frees the place in the batch. What OpenAI
-defines and this engine cannot do is refused by name, so that no experiment runs with a setting that
-had no effect. Tool calls are text in the Hermes form
-`<tool_call>{"name": ..., "arguments": ...}</tool_call>`; for a template that does not know tools
-the same text is put into the messages.
+own. A client that goes away frees its place in the batch. What OpenAI defines and this engine
+cannot do is refused by name, so that no setting is without effect. Tool calls are text in the
+Hermes form; a template that does not know tools has the same text in its messages.
 """
 
 from __future__ import annotations
@@ -39,22 +37,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "best_of"), (1,)),
+    **dict.fromkeys(("stream", "echo", "prompt_logprobs"), (False,)),
+    **dict.fromkeys(("audio", "web_search_options", "prediction"), ()),
     "logit_bias": ({},),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "echo": (False,),
-    "best_of": (1,),
-    "prompt_logprobs": (False, 0),
     "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "prediction": (),
 }
 """Fields that are accepted only with a value that has no effect (null always is)."""
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
@@ -327,8 +317,7 @@ def forced_call_grammar(tools: Sequence[Message]) -> str:
     return "\n".join([start, *(f"{n}: {schema}" for n, schema in zip(names, schemas, strict=True))])
 
 
-MOST = 4096
-"""Greedy answers that are kept; the one unused for longest goes first."""
+MOST = 4096  # greedy answers that are kept; the one unused for longest goes first
 Submit = Callable[[list[int], SamplingParams], Awaitable[list[Completion]]]
 
 

@@ -66,8 +66,7 @@ class Schedule:
 @dataclass(frozen=True)
 class TrainerSettings:
     """Everything that decides an update. `lora` None trains the full weights; `micro_batch_tokens`
-    counts packed tokens and bounds memory, never the result; log-probabilities are those of
-    softmax(logits / temperature); `grad_clip` 0 switches clipping off."""
+    counts packed tokens and bounds memory, never the result; `grad_clip` 0 is no clipping."""
 
     lora: LoraSpec | None = None
     schedule: Schedule = field(default_factory=Schedule)
@@ -104,8 +103,7 @@ class LossBatch:
 
 class LossFn(Protocol):
     """A loss over a train batch; see the module's docstring for what it must keep. `needs_entropy`:
-    whether `entropy_BR` is filled, which costs another product with the output head. `per_group`:
-    call it on each group alone and average."""
+    whether `entropy_BR` is filled. `per_group`: call it on each group alone and average."""
 
     needs_entropy: bool
     per_group: bool
@@ -332,7 +330,8 @@ class LocalTrainer:
         if self.settings.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.settings.device)
         lora = None if self.settings.lora is None else vars(self.settings.lora)
-        state = {"step": self.step_count, "skipped_steps": self.skipped_steps, "lora": lora}
+        state: dict[str, Any] = {"step": self.step_count, "skipped_steps": self.skipped_steps}
+        state |= {"lora": lora, "extra": {}}
         tensors = {"weights": self._masters, "optimizer": moments, "rng": rng}
         write_checkpoint(Path(directory), tensors, state)
 
@@ -355,9 +354,8 @@ class LocalTrainer:
         self.skipped_steps = int(state["skipped_steps"])
 
     def export_peft(self, directory: Path | str) -> None:
-        """A folder that `PeftModel.from_pretrained` loads. ValueError for full weights."""
-        if self.peft is None:
-            raise ValueError("full weights have no adapter to export; use export_merged")
+        """A folder that `PeftModel.from_pretrained` loads; full weights have no adapter."""
+        assert self.peft is not None
         write_peft(self.peft, self.model_path, Path(directory))
 
     def export_merged(self, directory: Path | str) -> None:

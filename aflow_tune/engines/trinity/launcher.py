@@ -22,8 +22,7 @@ from aflow_tune.engines.trinity.rollout import explorer as ours
 from aflow_tune.engines.trinity.training.trainer import LocalTrainActor
 from aflow_tune.errors import AflowTuneError, BudgetReached, RunFailed, disk_fault
 
-STOP_SECONDS = 180.0
-"""How long a stop waits for the trainer's step under way and its checkpoint."""
+STOP_SECONDS = 180.0  # how long a stop waits for the step under way and its checkpoint
 _POLL_SECONDS = 0.5
 Functions = Sequence[Callable[..., Any] | None]
 

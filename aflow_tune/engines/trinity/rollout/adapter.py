@@ -55,19 +55,15 @@ T = TypeVar("T")
 Function = Callable[..., Any]
 
 DEFAULT_MAX_TOKENS = 4096
-MAX_DETAIL = 8000
-"""Characters of a traceback that are kept, from its end."""
-GRACE_SECONDS = 1.0
-"""How long a rollout may take to answer after its time is up, before it counts as blocked."""
-MAX_BLOCKING_CALLS = 32
-"""Calls of `asyncio.to_thread` that one rollout works on at once; further ones wait."""
+MAX_DETAIL = 8000  # characters of a traceback that are kept, from its end
+GRACE_SECONDS = 1.0  # for a rollout to answer after its time is up; else it counts as blocked
+MAX_BLOCKING_CALLS = 32  # calls of `asyncio.to_thread` of one rollout at once; others wait
 _NOTHING_TRAINED = (
     "the workflow made no call that can be trained: each changes temperature, top_p or another "
     "sampling argument. Leave them to the configuration (model.temperature)."
 )
 
-_said: set[str] = set()
-"""Warnings that this process has given: once, not once a rollout."""
+_said: set[str] = set()  # warnings that this process has given: once, not once a rollout
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,7 @@ def adapter_arguments(
 
 
 class Failed(Exception):
-    """A rollout exceeded its time, or returned something that is no reward; `kind` says which."""
+    """A rollout exceeded its time, exited, or returned no reward; `kind` says which."""
 
     def __init__(self, kind: Failure, detail: str) -> None:
         super().__init__(detail)
@@ -410,24 +406,18 @@ def as_metrics(metrics: Mapping[str, Any] | None, who: str) -> dict[str, float]:
 def _failed(error: Exception) -> Outcome:
     if isinstance(error, Failed):
         return Outcome(failure=error.kind, detail=str(error))
-    raised = error.error if isinstance(error, Escaped) else error
-    # The traceback from the user's function on, without the frames that lead to it.
+    return Outcome(failure=Failure.RAISED, detail=_traceback(error))
+
+
+def _traceback(raised: BaseException) -> str:
+    """From the user's function on, without the frames that lead to it."""
     trace, start = raised.__traceback__, raised.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == __file__:
             start = trace.tb_next
         trace = trace.tb_next
     lines = traceback.format_exception(type(raised), raised, start or raised.__traceback__)
-    return Outcome(failure=Failure.RAISED, detail="".join(lines).rstrip()[-MAX_DETAIL:])
-
-
-class Escaped(Exception):
-    """Holds what a rollout raised that is no `Exception`, such as SystemExit: raised as itself it
-    would end the runner."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(f"{type(error).__name__}: {error}")
-        self.error = error
+    return "".join(lines).rstrip()[-MAX_DETAIL:]
 
 
 class RolloutThread(Generic[T]):
@@ -449,8 +439,8 @@ class RolloutThread(Generic[T]):
         self._thread.start()
 
     async def result(self, seconds: float) -> T:
-        """The coroutine's result, or the `Exception` that it raised. Failed: it took longer than
-        `seconds`, and was cancelled or its thread abandoned. See also Escaped."""
+        """The coroutine's result, or the `Exception` that it raised. Failed: it raised another
+        exception, or took longer than `seconds`."""
         try:
             if (await asyncio.wait([self._done], timeout=seconds))[0]:
                 return self._done.result()
@@ -474,8 +464,7 @@ class RolloutThread(Generic[T]):
         if answered.done() or self._done.done():
             await asyncio.wait([self._done], timeout=GRACE_SECONDS)
             error = self._done.exception() if self._done.done() else None
-            cause = error.error if isinstance(error, Escaped) else error
-            stack = traceback.extract_tb(cause.__traceback__ if cause else None)
+            stack = traceback.extract_tb(error.__traceback__ if error else None)
             kind, detail = Failure.TIMED_OUT, f"not finished after {seconds:g} s"
         else:
             # A frame must not be kept: it keeps every local variable of the rollout alive.
@@ -490,8 +479,11 @@ class RolloutThread(Generic[T]):
         asyncio.set_event_loop(self._loop)
         try:
             self._finish(self._loop.run_until_complete(self._task), None)
-        except BaseException as error:
+        except Exception as error:
             self._finish(None, error)
+        except BaseException as error:  # such as SystemExit: as itself it would end the runner
+            told = Failed(Failure.RAISED, _traceback(error))
+            self._finish(None, told.with_traceback(error.__traceback__))
         finally:
             try:
                 with contextlib.suppress(RuntimeError):  # `_abandon` may stop the loop meanwhile
@@ -508,14 +500,14 @@ class RolloutThread(Generic[T]):
             finally:
                 self._loop.close()
 
-    def _finish(self, value: T | None, error: BaseException | None) -> None:
+    def _finish(self, value: T | None, error: Exception | None) -> None:
         def deliver() -> None:
             if self._given_up or self._done.done():
                 return
             if error is None:
                 self._done.set_result(value)  # type: ignore[arg-type]
             else:
-                self._done.set_exception(error if isinstance(error, Exception) else Escaped(error))
+                self._done.set_exception(error)
 
         _call(self._runner_loop, deliver)
 

@@ -1,14 +1,10 @@
 """Trinity's Explorer, with the sync check, and on the local engine.
 
 `CheckedExplorer` asks its samplers after every sync whether they have the trainer's weights
-(`training/sync_check.py`), on both engines. What else differs on the local engine:
-
-- rollout models are our sampler actors (`LocalAllocator`);
-- one asynchronous process serves all slots of the scheduler, where each would take half a gigabyte;
-- an error ends the run with its cause instead of being logged and forgotten;
-- an evaluation follows the weights of its step, and the last weights are always evaluated;
-- the task set's position is saved before a step's tasks are submitted, so that a run can resume
-  from whichever checkpoint survived.
+(`training/sync_check.py`). On the local engine one asynchronous process serves all slots of the
+scheduler. On both an error ends the run instead of being logged and forgotten, an evaluation
+follows the weights of its step, the last weights are always evaluated, and the task set's position
+is saved with each step, so that a run can resume from whichever checkpoint survived.
 """
 
 from __future__ import annotations
@@ -51,10 +47,8 @@ from aflow_tune.engines.trinity.training.sync_check import SyncCheck, is_checked
 from aflow_tune.errors import BudgetReached, RunFailed
 from aflow_tune.report.quantities import MISMATCH
 
-MAX_CONCURRENCY = 1000
-"""Calls that one asynchronous actor of ours serves at once (Ray's own default)."""
-SILENT_SECONDS = 60.0
-"""A runner process that answers nothing for so long counts as dead."""
+MAX_CONCURRENCY = 1000  # calls that one asynchronous actor serves at once (Ray's own default)
+SILENT_SECONDS = 60.0  # a runner process that answers nothing for so long counts as dead
 ONE_GPU_MODE = "colocate"
 CPUS = 5
 """Of `colocate`: three that verl reserves beside a GPU, one for the sampler, one for all others."""
@@ -376,9 +370,7 @@ class LocalExplorer(CheckedExplorer):
 
 
 class VllmExplorer(CheckedExplorer):
-    """Trinity's explorer over `VllmSampler`s. An error ends the run, where upstream logs it and
-    leaves the trainer waiting; an evaluation follows the sync of its step, and the last step is
-    always evaluated; a killed run resumes from the tasks that follow the trainer's checkpoint."""
+    """Trinity's explorer over `VllmSampler`s."""
 
     def __init__(self, config: Config) -> None:
         from trinity.common.models import vllm_model
@@ -437,26 +429,22 @@ def _computes_in_16_bits(config: Config) -> bool:
 
 
 class OneGpuAllocator(Allocator):
-    """Trinity's, for a sampler on the GPU which the trainer reserved (`mode: colocate`; there it
-    waits for ever, Trinity's issue 602). It reserves a processor of that node and no GPU, and the
-    sampler is told which to use, which is certain only if the cluster has a single GPU."""
+    """For a sampler on the trainer's GPU (`mode: colocate`; Trinity's own waits for ever, its issue
+    602): reserves a processor of that node and no GPU, and the sampler is told which to use."""
 
     def allocate_bundles(self) -> BundleResult:
         result = super().allocate_bundles()
-        nodes = [it for it in ray.nodes() if it["Alive"] and it["Resources"].get("GPU")]
-        if not nodes:
-            raise RunFailed("no node of the Ray cluster has a GPU any more (see `ray status`)")
+        node = next(it for it in ray.nodes() if it["Alive"] and it["Resources"].get("GPU"))
         for bundle in result.bundles:
             bundle.pop("GPU")
             # Every node has 1 of a resource with its own name: only to be placed there.
-            bundle[f"node:{nodes[0]['NodeManagerAddress']}"] = 0.001
+            bundle[f"node:{node['NodeManagerAddress']}"] = 0.001
         return result
 
     async def create_engine(
         self, config: InferenceModelConfig, role: str, engine_id: int
     ) -> ModelWrapper:
-        shared = replace(config, gpu_per_engine=0)
-        return await super().create_engine(shared, role, engine_id)
+        return await super().create_engine(replace(config, gpu_per_engine=0), role, engine_id)
 
 
 class OneGpuExplorer(VllmExplorer):

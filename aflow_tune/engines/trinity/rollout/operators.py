@@ -19,17 +19,12 @@ from aflow_tune.errors import BudgetReached, RunFailed
 from aflow_tune.types import Failure
 
 # Keys of `Experience.info`.
-FAILURE_KEY = "aflow/failure"
-"""Marks a placeholder; the value is a `Failure`'s."""
-TRACE_KEY = "aflow/traceback"
-"""Of a placeholder: why the rollout failed, in words."""
+FAILURE_KEY = "aflow/failure"  # marks a placeholder; the value is a `Failure`'s
+TRACE_KEY = "aflow/traceback"  # of a placeholder: why the rollout failed, in words
 CALLER_KEY = "caller"
-STATE_KEY = "env_state_hash"
-"""What Trinity's GiGPO groups steps by."""
-STEP_REWARD_KEY = "step_reward"
-"""Where Trinity's GiGPO reads rewards of single steps from."""
-STEP_SIZE_KEY = "step_experiences"
-"""How many experiences of the same explorer step were kept."""
+STATE_KEY = "env_state_hash"  # what Trinity's GiGPO groups steps by
+STEP_REWARD_KEY = "step_reward"  # where Trinity's GiGPO reads rewards of single steps from
+STEP_SIZE_KEY = "step_experiences"  # how many experiences of the same explorer step were kept
 
 Processed = tuple[list[Experience], dict[str, float]]
 

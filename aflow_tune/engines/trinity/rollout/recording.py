@@ -41,8 +41,7 @@ _DISTRIBUTION_KEYS += ["repetition_penalty", "logit_bias"]
 """Arguments, beside the temperature, that change what is sampled."""
 _NO_EFFECT = {"top_k": (0, -1), "top_p": (1, 1.0), "repetition_penalty": (1, 1.0)}
 """Values, beside None, zero and empty ones, that switch such an argument off."""
-_RANDOM_IDS = ("id", "tool_call_id")
-"""Keys of messages that differ although the state is the same."""
+_RANDOM_IDS = ("id", "tool_call_id")  # keys of messages that differ in the same state
 
 
 @dataclass

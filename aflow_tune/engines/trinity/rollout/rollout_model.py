@@ -103,8 +103,7 @@ class InlineModel(ModelWrapper):
 
 
 class LocalRolloutModel(BaseInferenceModel):
-    """Trinity's rollout model over our sampler. What workflows ask comes over HTTP; `generate`,
-    `chat` and `logprobs` are left out."""
+    """Trinity's rollout model over our sampler; what workflows ask comes over HTTP."""
 
     host: SamplerHost
 
@@ -125,7 +124,6 @@ class LocalRolloutModel(BaseInferenceModel):
         return self.host.url
 
     def get_api_key(self) -> str:
-        """What callers of the server send; it is nowhere but in the memory of this run."""
         return self._token or str(super().get_api_key())
 
     def get_model_version(self) -> int:

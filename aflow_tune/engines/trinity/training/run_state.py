@@ -62,9 +62,8 @@ def forget_evaluation(taskset: TasksetConfig, step: int) -> None:
 
 
 def newest_sound(run_dir: Path) -> int:
-    """The step of the newest checkpoint whose files are as they were written; 0 without any. Newer
-    ones that are damaged are renamed to `damaged_global_step_N`, and said. Raises BadInput: there
-    are checkpoints, and all of them are damaged; they stay as they are."""
+    """The step of the newest sound checkpoint, 0 without any. Newer ones that are damaged are
+    renamed to `damaged_global_step_N`. BadInput: all are damaged; they stay as they are."""
     damaged: list[tuple[Checkpoint, CheckpointError]] = []
     for checkpoint in reversed(checkpoints(run_dir)):
         try:

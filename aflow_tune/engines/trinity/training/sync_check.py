@@ -112,13 +112,13 @@ def _distance(one: Sequence[float], other: Sequence[float]) -> float:
 def publish(namespace: str, version: int, tokens: list[int], logprobs: list[float]) -> None:
     """From the trainer's actor: what `version` says of the text, for the explorer's."""
     content = json.dumps({"tokens": tokens, "logprobs": logprobs})
-    _internal_kv_put(_key(namespace, version), content.encode(), namespace=_TABLE)
+    _internal_kv_put(f"{namespace}:{version}".encode(), content.encode(), namespace=_TABLE)
 
 
 def published(namespace: str, version: int, timeout: float) -> tuple[list[int], list[float]]:
     """What the trainer's actor published of `version`, taken. RunFailed after `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    key = _key(namespace, version)
+    key = f"{namespace}:{version}".encode()
     while not (content := _internal_kv_get(key, namespace=_TABLE)):
         if time.monotonic() > deadline:
             raise RunFailed(
@@ -129,7 +129,3 @@ def published(namespace: str, version: int, timeout: float) -> tuple[list[int], 
     _internal_kv_del(key, namespace=_TABLE)
     found = json.loads(content)
     return found["tokens"], found["logprobs"]
-
-
-def _key(namespace: str, version: int) -> bytes:
-    return f"{namespace}:{version}".encode()

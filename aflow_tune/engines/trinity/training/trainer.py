@@ -51,8 +51,7 @@ class PublishingTrainer(Trainer):
         return metrics
 
     async def probe(self) -> tuple[list[int], list[float]] | None:
-        """The fixed text in tokens, and the log-probabilities of its tokens 1..T-1; None: nobody
-        asks."""
+        """The fixed text in tokens, and log-probabilities of tokens 1..T-1; None: nobody asks."""
         raise NotImplementedError
 
     async def _publish(self) -> None:
@@ -137,18 +136,11 @@ class LocalTrainEngine(TrainEngineWrapper):
         synchronizer = ray.get_actor("synchronizer", namespace=self.config.ray_namespace)
         await synchronizer.set_model_state_dict.remote(weights, self.train_step_num)
 
-    async def save_state_dict(self) -> None:
+    async def _unused(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("the local engine syncs by memory")
 
-    def sync_weight_nccl(self) -> None:
-        raise NotImplementedError("the local engine syncs by memory")
-
-    async def get_weight_sync_info(self) -> Any:
-        return None, None, []
-
-    async def setup_weight_sync_group(self, *_: Any, **__: Any) -> None: ...
-
-    async def teardown_weight_sync_group(self) -> None: ...
+    sync_weight_nccl = save_state_dict = get_weight_sync_info = _unused
+    setup_weight_sync_group = teardown_weight_sync_group = _unused
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
@@ -347,10 +339,9 @@ class PairLoss(DPOLossFn):
 
 def keep_pairs(engine: Any, pairs: int) -> None:
     """Let Trinity's `VERLTrainer` train on whole pairs, `pairs` of them a step; before
-    `engine.prepare()`, which hands the loss to the workers. Trinity's loss sums log-probabilities
-    over a micro-batch before it compares: margins of 2 and -1 with beta 0.1 give 0.644397, where
-    the mean over the pairs is 0.671268 (Rafailov et al. 2023, equation 7); and verl cuts batches
-    anywhere."""
+    `engine.prepare()`. Trinity's loss sums log-probabilities over a micro-batch before it compares:
+    margins of 2 and -1 with beta 0.1 give 0.644397, not the mean over the pairs, 0.671268 (Rafailov
+    et al. 2023, equation 7). And verl cuts batches anywhere."""
     algorithm = engine.algorithm_config
     if algorithm.policy_loss_fn == "dpo":
         algorithm.policy_loss_fn = f"{PairLoss.__module__}.{PairLoss.__qualname__}"
