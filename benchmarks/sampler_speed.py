@@ -7,7 +7,7 @@
 Every repeat draws new prompts (random tokens, all distinct: nothing to share) and runs both
 sides on them, taking turns at going first; the table shows medians. Each side has a process
 of its own, which sleeps while the other works: in one process their OpenMP pools would slow
-each other down (see `Sampler.run_alone`). Both sides sample at
+each other down (see `Sampler._run`). Both sides sample at
 temperature 1 with the end of sequence switched off, so that both make exactly
 sequences x new tokens; prefill is inside the time. Ours also computes log-probabilities.
 `--group N` repeats each prompt N times, as a GRPO group does.

@@ -1,8 +1,7 @@
-"""What the GPU recipes reserve, in a Ray of logical GPUs, up to the point where CUDA is needed.
+"""What the colocated recipes reserve, in a Ray of one logical GPU, until CUDA is needed.
 
-verl's manager makes the trainer's reservation, Trinity's allocator (or ours, on one GPU) the
-sampler's; both must be granted side by side. And the repair of `mode: colocate`: without it the
-second one never is.
+verl's manager makes the trainer's reservation, our allocator the sampler's; both must be granted
+side by side on the only GPU. Without the repair of `mode: colocate` the second one never is.
 """
 
 from __future__ import annotations
@@ -17,48 +16,13 @@ from typing import Any
 
 import pytest
 
-from aflow_tune.config.load import AflowConfig, load_config
-from aflow_tune.config.prepare import Purpose, prepare
-from aflow_tune.engines.trinity.launcher import our_actors
-from aflow_tune.engines.trinity.training.verl_trainer import VerlTrainer
-
-# isort: split
-from trinity.common.models.allocator import Allocator
-from trinity.trainer import trainer
-
 pytestmark = pytest.mark.timeout(1800)  # the first test waits for all recipes
 ROOT = Path(__file__).parents[1]
 RECIPES = [
     path
     for path in sorted((ROOT / "configs").glob("*.yaml"))
-    if "\nengine: trinity" in path.read_text() and path.stem != "trinity_cpu"
+    if "\nmode: colocate" in path.read_text()
 ]
-COLOCATED = [path.stem for path in RECIPES if "\nmode: colocate" in path.read_text()]
-
-
-def one_gpu_config(tmp_path: Path) -> AflowConfig:
-    """By Trinity's validators; colocate, which they make of its settings."""
-    overrides = ["cluster.ray_address=10.0.0.1:6379", f"checkpoint_root_dir={tmp_path}"]
-    config = load_config(ROOT / "configs" / "gpu_24gb.yaml", overrides)
-    prepare(config, Purpose.CHECK)
-    return config
-
-
-def test_trinity_reserves_a_gpu_of_its_own_for_the_sampler(tmp_path: Path) -> None:
-    config = one_gpu_config(tmp_path)
-    assert Allocator(config.explorer).allocate_bundles().bundles == [{"GPU": 1.0, "CPU": 1}]
-    # The size of the group that receives weights; of 0 it could not be made: so this stays.
-    assert config.explorer.rollout_model.gpu_per_engine == 1
-    assert config.cluster.trainer_gpu_num == 1
-    assert config.explorer.rollout_model.gpu_memory_utilization == 0.25
-
-
-def test_trinitys_launcher_makes_our_trainer_for_the_length_of_a_run(tmp_path: Path) -> None:
-    config, stock = one_gpu_config(tmp_path), trainer.Trainer
-    config.mode = "both"
-    with our_actors(config):
-        assert trainer.Trainer is VerlTrainer
-    assert trainer.Trainer is stock
 
 
 @pytest.fixture(scope="module")
@@ -96,18 +60,7 @@ def reservations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_gets_what_it_reserves_and_leaves_nothing(
-    path: Path, reservations: dict[str, dict[str, Any]]
-) -> None:
-    found, cluster = reservations[path.stem], load_config(path, []).cluster
-    assert found["free"] == cluster.node_num * cluster.gpu_per_node
-    assert found["sampler"], "the sampler's reservation was never granted"
-    assert found["left"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COLOCATED)
+@pytest.mark.parametrize("name", [path.stem for path in RECIPES])
 def test_one_gpu_hangs_with_the_stock_allocator_and_starts_with_ours(
     name: str, reservations: dict[str, dict[str, Any]]
 ) -> None:

@@ -159,7 +159,7 @@ def sampler(tiny_model_dir):
 
 
 def test_given_words_get_the_models_own_probabilities(sampler):
-    from aflow_tune.engines.local.sampling import SamplingParams
+    from aflow_tune.engines.local.sampler import SamplingParams
     from aflow_tune.engines.local.scripted import _answer
 
     prompt = sampler.vocabulary.tokenizer("Hello there", add_special_tokens=False)["input_ids"]

@@ -125,8 +125,7 @@ def test_kept_bytes_are_those_that_autograd_saves(family, dtype, rank):
 def _saved(family, dtype, rank, layers):
     """Bytes of the different tensors that a training pass of our trainer keeps, weights apart."""
     from aflow_tune.engines.local.lora import inject
-    from aflow_tune.engines.local.packed_model import PackedModel
-    from aflow_tune.engines.local.packing import Sample
+    from aflow_tune.engines.local.packed_model import PackedModel, Sample
     from aflow_tune.engines.local.weights import LoraSpec
 
     settings = {k: v for k, v in _TINY.items() if k != "model_type"}
@@ -199,7 +198,7 @@ def test_tensor_parallelism_divides_heads_until_one_is_left_and_a_window_bounds_
     [(100, 112, (128, 0)), (480, 768, (768, 512)), (10, 300, (320, 192))],
 )
 def test_the_cache_grows_as_the_engine_reserves(prompt, length, columns):
-    from aflow_tune.engines.local.kv_cache import CacheShape, KVCache
+    from aflow_tune.engines.local.llama import CacheShape, KVCache
 
     assert cache_columns(prompt, length) == columns
     cache = KVCache(CacheShape(2, 2, 16, torch.float32, torch.device("cpu")))

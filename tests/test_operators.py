@@ -99,10 +99,8 @@ def test_a_step_without_a_surviving_run_ends_training_with_its_first_traceback()
 def test_the_share_of_failed_runs_has_a_limit() -> None:
     exps = [failure(0, 0), step(0, 1, 1.0), step(0, 2, 0.0), step(0, 3, 0.0)]
     assert len(RunFilter(max_failed_fraction=0.25).process(exps)[0]) == 3
-    with pytest.raises(RunFailed, match="more than 20%"):
+    with pytest.raises(RunFailed, match="too many"):
         RunFilter(max_failed_fraction=0.2).process(exps)
-    with pytest.raises(ValueError, match="max_failed_fraction"):
-        RunFilter(max_failed_fraction=50)
 
 
 ALL, LATER = "gigpo/anchor_hit_rate", "gigpo/anchor_hit_rate_later"

@@ -19,8 +19,13 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from aflow_tune.engines.local.packed_model import PackedModel, token_scores
-from aflow_tune.engines.local.packing import Sample, micro_batches, pack
+from aflow_tune.engines.local.packed_model import (
+    PackedModel,
+    Sample,
+    micro_batches,
+    pack,
+    token_scores,
+)
 
 
 def sample(tokens: list[int], prompt: int, mask: list[int] | None = None, **fields: object):

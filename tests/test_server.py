@@ -16,12 +16,14 @@ import pytest
 from tiny import tiny_sampler
 
 from aflow_tune.engines.local.models import load_tokenizer
-from aflow_tune.engines.local.protocol import (
+from aflow_tune.engines.local.sampler import Completion, Sampler, SamplingParams
+from aflow_tune.engines.local.server import (
+    GreedyAnswers,
+    SamplerServer,
     parse_calls,
     template_messages,
 )
-from aflow_tune.engines.local.sampler import Sampler, SamplingParams
-from aflow_tune.engines.local.server import SamplerServer
+from aflow_tune.errors import BadInput
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -172,6 +174,36 @@ def test_the_key_is_asked_for(sampler: Sampler, tiny_model_dir: Path) -> None:
         server.stop()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health", timeout=60)
+
+
+# --- a frozen model ----------------------------------------------------------------------------
+
+
+def test_what_leaves_nothing_to_chance_is_decoded_once(sampler: Sampler) -> None:
+    asked = 0
+
+    async def submit(prompt: list[int], params: SamplingParams) -> list[Completion]:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise BadInput("no")
+        return await sampler.submit(prompt, params)
+
+    async def ask_all() -> None:
+        answers, greedy = GreedyAnswers(submit), SamplingParams(max_tokens=8, temperature=0.0)
+        asking = (answers.submit([5, 6, 7], greedy) for _ in range(3))
+        failed = await asyncio.gather(*asking, return_exceptions=True)
+        assert [type(error) for error in failed] == [BadInput] * 3  # and it is not remembered
+        leaving, *staying = (
+            asyncio.ensure_future(answers.submit([5, 6, 7], greedy)) for _ in range(3)
+        )
+        await asyncio.sleep(0)
+        leaving.cancel()
+        together = [*await asyncio.gather(*staying), await answers.submit([5, 6, 7], greedy)]
+        assert together == [await sampler.submit([5, 6, 7], greedy)] * 3
+        assert asked == 2
+
+    asyncio.run(ask_all())
 
 
 # --- tool-call text ----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from verl.utils import attention_utils
 
 from aflow_tune.config.engine import removes_padding
-from aflow_tune.engines.trinity.training.verl_trainer import PairLoss, provide_unpadding
+from aflow_tune.engines.trinity.training.trainer import PairLoss, provide_unpadding
 
 # isort: split
 from trinity.algorithm import POLICY_LOSS_FN

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from aflow_tune.config.tasksets import read_taskset
-from aflow_tune.engines.local import kv_cache, llama
+from aflow_tune.engines.local import llama
 from aflow_tune.engines.local.models import pick_device, pick_dtype
 from aflow_tune.engines.local.packed_model import CHUNK_ELEMENTS
 from aflow_tune.estimate.needs import Need, Part
@@ -294,8 +294,8 @@ def packed_bytes(
 
 def cache_columns(prompt: int, length: int) -> tuple[int, int]:
     """Columns of the cache at last, and before it grew the last time (0: it never did): what the
-    prompt needs, then half as many again, in steps of 64 (`kv_cache.KVCache.reserve`)."""
-    step = kv_cache._COLUMN_STEP
+    prompt needs, then half as many again, in steps of 64 (`llama.KVCache.reserve`)."""
+    step = llama._COLUMN_STEP
     columns, before = -(-(prompt + 1) // step) * step, 0
     while columns < length:
         before = columns

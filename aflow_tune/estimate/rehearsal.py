@@ -36,8 +36,8 @@ from aflow_tune.config.tasksets import (
     user_tasksets,
 )
 from aflow_tune.engines.local.models import load_tokenizer
-from aflow_tune.engines.local.packing import TokenTrie
-from aflow_tune.engines.local.sampling import Completion, SamplingParams, Vocabulary, prompt_faults
+from aflow_tune.engines.local.packed_model import TokenTrie
+from aflow_tune.engines.local.sampler import Completion, SamplingParams, Vocabulary, prompt_faults
 from aflow_tune.engines.local.server import SamplerServer
 from aflow_tune.engines.trinity.inline import InlineRollouts
 from aflow_tune.engines.trinity.readers import materialise_experiences, open_experiences

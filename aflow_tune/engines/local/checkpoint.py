@@ -1,10 +1,9 @@
 """Folders with trained weights, which are there whole or not at all.
 
 Three kinds: a checkpoint of ours (`global_step_N`: safetensors files, a `state.json`, and a
-manifest with the size and SHA-256 of every file, checked before anything is read), a PEFT adapter
-for `PeftModel`, vLLM and the hub, and a whole model in Hugging Face's form. All are written under a
-temporary name, fsynced, and appear by one rename. What the tensors mean is left to the trainer.
-torch is imported only by what reads or writes tensors.
+manifest with the size and SHA-256 of every file, checked before anything is read), a PEFT adapter,
+and a whole model in Hugging Face's form. All are written under a temporary name, fsynced, and
+appear by one rename. torch is imported only by what reads or writes tensors.
 """
 
 from __future__ import annotations
@@ -31,16 +30,9 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT = 1
 ADAPTER_CONFIG = "adapter_config.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
+TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+TOKENIZER_FILES += ["added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt"]
+TOKENIZER_FILES += ["tokenizer.model"]
 
 
 class CheckpointError(AflowTuneError, ValueError):
@@ -49,31 +41,23 @@ class CheckpointError(AflowTuneError, ValueError):
 
 def verify_checkpoint(path: Path) -> list[str]:
     """Check sizes and hashes; returns the file names. Raises CheckpointError."""
+    file = path / MANIFEST
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        files = {
-            str(name): (int(of["bytes"]), str(of["sha256"]))
-            for name, of in dict(manifest["files"]).items()
-        }
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: not a checkpoint, {MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise CheckpointError(f"{path / MANIFEST}: unreadable ({error})") from error
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path / MANIFEST}: format {manifest.get('format')}, expected {FORMAT}"
-        )
-    for name, (size, digest) in files.items():
-        file = path / name
-        try:
+        manifest = json.loads(file.read_text(errors="replace"))
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{file}: format {manifest['format']}, expected {FORMAT}")
+        for name, expected in manifest["files"].items():
+            file = path / name
             found = file.stat().st_size
-            if found != size:
-                raise CheckpointError(f"{file}: {found} bytes, expected {size}")
-            if sha256_of(file) != digest:
+            if found != expected["bytes"]:
+                raise CheckpointError(f"{file}: {found} bytes, expected {expected['bytes']}")
+            if sha256_of(file) != expected["sha256"]:
                 raise CheckpointError(f"{file}: the content does not match its SHA-256")
-        except OSError as error:
-            raise CheckpointError(f"{file}: missing or unreadable ({error.strerror})") from error
-    return list(files)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: not a checkpoint: {file.name} is missing") from None
+    except (KeyError, TypeError, AttributeError, OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{file}: unreadable ({error})") from error
+    return list(manifest["files"])
 
 
 def sha256_of(path: Path) -> str:
@@ -103,13 +87,9 @@ def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
         _fsync(target.parent)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        problem = disk_fault(error)
-        if problem is None:
-            raise
-        free = shutil.disk_usage(target.parent).free
-        raise CheckpointError(
-            f"{target} could not be written: {problem}. {free:,} bytes are free there now."
-        ) from error
+        if problem := disk_fault(error):
+            raise CheckpointError(f"{target} could not be written: {problem}") from error
+        raise
 
 
 def write_checkpoint(
@@ -138,19 +118,14 @@ def read_checkpoint(
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """The tensors by group and the state of a verified checkpoint. With `expected_weights`, names
     and shapes of the group 'weights' must match. Raises CheckpointError."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    names = verify_checkpoint(path)
-    try:
-        tensors = {
-            name.removesuffix(".safetensors"): load_file(str(path / name))
-            for name in names
-            if name.endswith(".safetensors")
-        }
-        state = json.loads((path / STATE).read_text())
-    except (OSError, SafetensorError) as error:  # taken away since it was checked
-        raise CheckpointError(f"{path}: {error}") from error
+    tensors = {
+        name.removesuffix(".safetensors"): load_file(str(path / name))
+        for name in verify_checkpoint(path)
+        if name.endswith(".safetensors")
+    }
+    state = json.loads((path / STATE).read_text())
     if expected_weights is not None:
         found = {name: tuple(tensor.shape) for name, tensor in tensors["weights"].items()}
         expected = {name: tuple(tensor.shape) for name, tensor in expected_weights.items()}
@@ -195,20 +170,15 @@ def fingerprint(folder: Path) -> str:
 
 
 def read_weights(folder: Path) -> tuple[dict[str, Tensor], LoraSpec | None]:
-    """Weights for a sampler of the base model, from a checkpoint or a PEFT adapter: an adapter
-    state with its shape, or all parameters by name and None. Raises BadInput for a kind of adapter
-    that the sampler does not compute, CheckpointError for a damaged checkpoint."""
+    """Weights for a sampler of the base model: an adapter state with its shape, or all parameters
+    by name and None. Raises BadInput for an adapter that is no plain LoRA, CheckpointError."""
     from aflow_tune.engines.local.weights import LoraSpec
 
     if kind_of(folder) is Kind.ADAPTER:
         return _read_peft(folder)
     tensors, state = read_checkpoint(folder)
     shape: dict[str, Any] | None = state["lora"]
-    if shape is None:
-        return tensors["weights"], None
-    modules = shape["target_modules"]
-    targets = modules if isinstance(modules, str) else tuple(modules)
-    return tensors["weights"], LoraSpec(shape["rank"], shape["alpha"], targets)
+    return tensors["weights"], None if shape is None else LoraSpec(**shape)
 
 
 def _read_peft(folder: Path) -> tuple[dict[str, Tensor], LoraSpec]:
@@ -217,31 +187,27 @@ def _read_peft(folder: Path) -> tuple[dict[str, Tensor], LoraSpec]:
 
     from aflow_tune.engines.local.weights import LoraSpec
 
-    def refused(found: str) -> BadInput:
-        return BadInput.of(
+    config: Any = PeftConfig.from_pretrained(str(folder))
+    beyond = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
+    odd = [name for name in beyond if getattr(config, name, None)]
+    if config.peft_type != "LORA":
+        odd = [f"peft_type {config.peft_type}"]
+    elif config.bias != "none":
+        odd.append(f"bias {config.bias}")
+    state = {}
+    for name, tensor in load_peft_weights(str(folder), device="cpu").items():
+        path, _, part = name.removesuffix(".weight").rpartition(".lora_")
+        if part not in ("A", "B"):
+            odd.append(f"a tensor called {name}")
+        state[f"lora.{path.removeprefix('base_model.model.')}.{part}"] = tensor.float()
+    if odd:
+        raise BadInput.of(
             "The adapter cannot be sampled from.",
             str(folder / ADAPTER_CONFIG),
             "a plain LoRA adapter",
-            f"an adapter with {found}",
+            f"an adapter with {', '.join(odd[:5])}",
             "merge it (PeftModel.merge_and_unload, save_pretrained) and name the merged folder",
         )
-
-    config = PeftConfig.from_pretrained(str(folder))
-    beyond = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
-    odd = [name for name in beyond if getattr(config, name, None)]
-    if str(config.peft_type) != "PeftType.LORA" and config.peft_type != "LORA":
-        odd.insert(0, f"peft_type {config.peft_type}")
-    if getattr(config, "bias", "none") != "none":
-        odd.append(f"bias {config.bias}")
-    if odd:
-        raise refused(", ".join(odd))
-    parts, state = {".lora_A.weight": ".A", ".lora_B.weight": ".B"}, {}
-    for name, tensor in load_peft_weights(str(folder), device="cpu").items():
-        part = next((part for part in parts if name.endswith(part)), None)
-        if part is None:
-            raise refused(f"a tensor called {name}")
-        path = name.removeprefix("base_model.model.").removesuffix(part)
-        state[f"lora.{path}{parts[part]}"] = tensor.float()
     # Rank-stabilised LoRA scales by alpha / sqrt(rank) (arXiv:2312.03732).
     alpha = config.lora_alpha * (math.sqrt(config.r) if config.use_rslora else 1.0)
     return state, LoraSpec(config.r, alpha)

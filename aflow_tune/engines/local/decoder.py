@@ -1,8 +1,7 @@
 """What the sampler asks of a model: rows of sequences that are extended one token at a time.
 
-Two implementations: `llama.LlamaDecoder`, lean and fast for the Llama family, and
-`GenericDecoder`, Hugging Face's own forward for every other causal LM with ordinary key-value
-caches. `make_decoder` picks one, and checks the lean one against Hugging Face's forward first.
+`llama.LlamaDecoder` is lean and fast for the Llama family; `GenericDecoder` is Hugging Face's own
+forward, for every other causal LM with ordinary key-value caches.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aflow_tune.engines.local.sampling import logprobs_of
 from aflow_tune.engines.local.weights import Weights
 from aflow_tune.errors import BadInput
 
@@ -30,12 +28,11 @@ log = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
-    """Rows 0..B-1 are the active sequences. All methods run on the sampler's thread."""
+    """Rows 0..B-1 are the active sequences. All methods run on the sampler's thread. Of prompt
+    tokens, `computed_tokens` went through the model, `shared_tokens` were copied instead."""
 
     computed_tokens: int
-    """Prompt tokens that went through the model."""
     shared_tokens: int
-    """Prompt tokens whose keys and values were copied instead."""
 
     def add(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Append one row a prompt; returns the logits after each prompt, [N, V]."""
@@ -46,8 +43,8 @@ class Decoder(Protocol):
     def drop(self, rows: set[int]) -> list[int]:
         """Remove rows; returns for each remaining row the row that it was before."""
 
-    def score(self, token_ids: Sequence[int], temperature: float) -> list[float]:
-        """Teacher-forced log-probabilities of tokens 1..T-1; active rows are not touched."""
+    def score(self, token_ids: Sequence[int], temperature: float, first: int = 1) -> list[float]:
+        """Teacher-forced log-probabilities of tokens first..T-1; active rows are not touched."""
 
     def load(self, state: Mapping[str, Tensor], lora: LoraSpec | None) -> None:
         """Change the weights: an adapter state, or parameters by their names. No active rows.
@@ -59,8 +56,8 @@ class Decoder(Protocol):
 
 @torch.inference_mode()
 def make_decoder(model: PreTrainedModel) -> Decoder:
-    """The fastest decoder that computes what `model` computes: the lean one is tried on a short
-    probe, which catches configurations that look like Llama but compute something else."""
+    """The fastest decoder that computes what `model` computes. The lean one is first compared with
+    Hugging Face's forward: some configurations look like Llama and compute something else."""
     from aflow_tune.engines.local.llama import LlamaDecoder, supports
 
     if not supports(model):
@@ -77,10 +74,16 @@ def make_decoder(model: PreTrainedModel) -> Decoder:
     return GenericDecoder(model)
 
 
+def logprobs_of(logits_TV: Tensor, targets_T: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) at the targets, fp32 [T]."""
+    scaled_TV = logits_TV.float() / temperature
+    chosen_T = scaled_TV.gather(-1, targets_T[:, None])[:, 0]
+    return chosen_T - torch.logsumexp(scaled_TV, dim=-1)
+
+
 class GenericDecoder:
-    """`Decoder` over `model.forward`: rows are padded on the left to a common length, equal prompts
-    of one call are computed once. Weights are changed in the model itself; the base of adapted
-    layers is kept aside."""
+    """`Decoder` over `model.forward`: rows are padded on the left, equal prompts of a call computed
+    once. Weights are changed in the model itself; the base of adapted layers is kept aside."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -149,10 +152,10 @@ class GenericDecoder:
         return order
 
     @torch.inference_mode()
-    def score(self, token_ids: Sequence[int], temperature: float) -> list[float]:
+    def score(self, token_ids: Sequence[int], temperature: float, first: int = 1) -> list[float]:
         ids = torch.tensor([list(token_ids)], device=self.model.device)
-        logits_TV = self.model(input_ids=ids[:, :-1], use_cache=False).logits[0]
-        values: list[float] = logprobs_of(logits_TV, ids[0, 1:], temperature).tolist()
+        logits_TV = self.model(input_ids=ids[:, :-1], use_cache=False).logits[0, first - 1 :]
+        values: list[float] = logprobs_of(logits_TV, ids[0, first:], temperature).tolist()
         return values
 
     def _forward(
@@ -182,11 +185,8 @@ class GenericDecoder:
         made: list[Any] = cache.layers
         odd = {type(layer).__name__ for layer in made if type(layer) is not DynamicLayer}
         if odd or not made:
-            raise BadInput.of(
-                "The local sampler cannot serve this architecture",
-                "model.model_path",
-                "a causal LM with ordinary key-value caches",
-                f"cache layers of type {', '.join(sorted(odd)) or 'unknown'}",
-                "use another model, or engine: trinity on a GPU machine",
-            )
+            title, wanted = "This model cannot be sampled", "a causal LM with ordinary caches"
+            found = f"cache layers of type {', '.join(sorted(odd)) or 'unknown'}"
+            fix = "use another model, or engine: trinity on a GPU machine"
+            raise BadInput.of(title, "model.model_path", wanted, found, fix)
         return logits, [(layer.keys, layer.values) for layer in made]

@@ -1,25 +1,27 @@
-"""A lean forward pass for Llama, Mistral, Qwen2 and Qwen3 models.
+"""A lean forward pass for Llama, Mistral, Qwen2 and Qwen3 models, with its cache.
 
-Same arithmetic as Hugging Face's modules, arranged for a few dozen rows on a CPU: query, key and
-value in one product, packed weights, rotary embedding as one complex product, grouped-query
-attention without repeating keys, prompts packed without padding, and no prompt token computed twice
-(`kv_cache.plan`). An adapter is merged into the packed copies, from the base every time, so that
-updates do not drift.
+Same arithmetic as Hugging Face's modules, arranged for a few dozen rows on a CPU: packed weights,
+prompts without padding, and no prompt token computed twice (`plan`). An adapter is merged into the
+packed copies from the base every time, so that updates do not drift.
+
+Rows 0..rows-1 of the cache are always the active sequences, each one's tokens at columns
+0..length-1, so that a decode step reads one dense block. `PrefixStore` keeps finished sequences for
+a while, because an agent's next prompt usually begins with its last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from aflow_tune.engines.local.kv_cache import CacheShape, KVCache, PrefixStore, Span, plan
-from aflow_tune.engines.local.sampling import logprobs_of
+from aflow_tune.engines.local.decoder import logprobs_of
 from aflow_tune.engines.local.weights import Weights
 
 if TYPE_CHECKING:
@@ -27,19 +29,194 @@ if TYPE_CHECKING:
 
     from aflow_tune.engines.local.weights import LoraSpec
 
+TokenArray = NDArray[np.int64]
+_COLUMN_STEP = 64
 
-_ROWS_HINT = 32
-"""Row count that the packed layout is chosen for; other counts run with it as well."""
+
+@dataclass
+class CacheShape:
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class KVCache:
+    """Storage `kv` of shape [layers, 2, rows, heads, columns, head_dim]."""
+
+    def __init__(self, shape: CacheShape) -> None:
+        self.shape = shape
+        self.clear()
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths)
+
+    def clear(self) -> None:
+        self.lengths: list[int] = []
+        self.kv = self._empty(0, 0)
+
+    def _empty(self, rows: int, columns: int) -> Tensor:
+        s = self.shape
+        size = (s.layers, 2, rows, s.heads, columns, s.head_dim)
+        # Zeros: masked columns are multiplied by a weight of 0, and 0 times garbage can be NaN.
+        return torch.zeros(size, dtype=s.dtype, device=s.device)
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Make room for `rows` rows of `columns` columns; keeps what active rows hold."""
+        have_rows, have_columns = self.kv.shape[2], self.kv.shape[4]
+        if rows <= have_rows and columns <= have_columns:
+            return
+        if rows > have_rows:
+            rows = max(rows, min(2 * have_rows, rows + 16))
+        if columns > have_columns:
+            columns = max(columns, have_columns * 3 // 2)
+            columns = -(-columns // _COLUMN_STEP) * _COLUMN_STEP
+        grown = self._empty(max(rows, have_rows), max(columns, have_columns))
+        if self.rows:
+            used = max(self.lengths)
+            grown[:, :, : self.rows, :, :used] = self.kv[:, :, : self.rows, :, :used]
+        self.kv = grown
+
+    def copy_prefix(self, source: Tensor, row: int, length: int) -> None:
+        """Write the first columns of `source` [layers, 2, heads, columns, dim]."""
+        self.kv[:, :, row, :, :length] = source[:, :, :, :length]
+
+    def row(self, row: int) -> Tensor:
+        return self.kv[:, :, row]  # [layers, 2, heads, columns, head_dim], a view
+
+    def drop(self, dropped: set[int]) -> list[int]:
+        """Remove rows and close the gaps with the last ones; returns the old number of each."""
+        order = list(range(self.rows))
+        for hole in sorted(dropped, reverse=True):
+            last = len(order) - 1
+            if hole != last:
+                # Rows above `hole` are all kept here: holes are closed from the highest down.
+                length = self.lengths[last]
+                self.kv[:, :, hole, :, :length] = self.kv[:, :, last, :, :length]
+                order[hole], self.lengths[hole] = order[last], length
+            order.pop()
+            self.lengths.pop()
+        return order
+
+
+def common_prefix(a: TokenArray, b: TokenArray) -> int:
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    return int(differs[0]) if len(differs) else n
+
+
+@dataclass
+class PrefixStore:
+    """Finished sequences and their keys and values, least recently used out first. `capacity`
+    counts tokens. Contents are valid for one version of the weights only."""
+
+    capacity: int
+    entries: list[tuple[TokenArray, Tensor]] = field(default_factory=list)
+
+    def best(self, prompt: TokenArray) -> tuple[int, Tensor | None]:
+        """The longest stored common prefix with `prompt`: its length and its storage."""
+        shared = [common_prefix(tokens, prompt) for tokens, _ in self.entries]
+        length = max(shared, default=0)
+        if not length:
+            return 0, None
+        self.entries.append(self.entries.pop(shared.index(length)))
+        return length, self.entries[-1][1]
+
+    def add(self, tokens: TokenArray, storage: Tensor) -> None:
+        """Keep a copy of `storage` [layers, 2, heads, columns, dim] for `tokens`."""
+        if len(tokens) > self.capacity:
+            return
+        shared = [common_prefix(known, tokens) for known, _ in self.entries]
+        if len(tokens) in shared:
+            self.entries.append(self.entries.pop(shared.index(len(tokens))))
+            return
+        kept = [it for it, n in zip(self.entries, shared, strict=True) if n < len(it[0])]
+        while kept and sum(len(it) for it, _ in kept) + len(tokens) > self.capacity:
+            kept.pop(0)
+        self.entries = [*kept, (tokens, storage[:, :, :, : len(tokens)].clone())]
+
+
+_WORTH_COPYING = 16  # fewer shared tokens are computed again: copying would split the batch
+
+
+@dataclass
+class Span:
+    """The part of one prompt that is computed: `tokens`, from column `offset` on. The columns
+    before come from `storage` or from the prompt `donor` of the same batch."""
+
+    index: int
+    offset: int
+    tokens: TokenArray
+    storage: Tensor | None = None
+    donor: int | None = None
+
+
+@dataclass
+class Plan:
+    """`leaders` are computed first; `followers` take their prefix from one of them. `copies`: the
+    indices of prompts that equal an earlier one, and of that one."""
+
+    leaders: list[Span]
+    followers: list[Span]
+    copies: dict[int, int]
+    shared_tokens: int
+
+    def waves(self, token_limit: int) -> Iterator[list[Span]]:
+        """Spans in an order that respects donors, at most `token_limit` tokens at once."""
+        for spans in (self.leaders, self.followers):
+            wave: list[Span] = []
+            filled = 0
+            for span in spans:
+                if wave and filled + len(span.tokens) > token_limit:
+                    yield wave
+                    wave, filled = [], 0
+                wave.append(span)
+                filled += len(span.tokens)
+            if wave:
+                yield wave
+
+
+def plan(
+    prompts: Sequence[TokenArray], active: Sequence[tuple[TokenArray, Tensor]], store: PrefixStore
+) -> Plan:
+    """Decide what to compute for `prompts`. `active`: tokens and storage of the sequences being
+    decoded; `store`: finished ones."""
+    result = Plan([], [], {}, 0)
+    seen: dict[bytes, int] = {}
+    for index, prompt in enumerate(prompts):
+        original = seen.setdefault(prompt.tobytes(), index)
+        if original != index:
+            result.copies[index] = original
+            result.shared_tokens += len(prompt)
+            continue
+        # The last prompt token is always computed: its logits are needed.
+        limit = len(prompt) - 1
+        held, storage = store.best(prompt)
+        for tokens, row in active:
+            if (shared := common_prefix(tokens, prompt)) > held:
+                held, storage = shared, row
+        held = min(held, limit)
+        if held < _WORTH_COPYING:
+            held, storage = 0, None
+        donor, shared = None, held + _WORTH_COPYING - 1
+        for leader in result.leaders:
+            if (n := min(common_prefix(prompts[leader.index], prompt), limit)) > shared:
+                donor, shared = leader.index, n
+        if donor is None:
+            result.leaders.append(Span(index, held, prompt[held:], storage))
+        else:
+            held = shared
+            result.followers.append(Span(index, held, prompt[held:], None, donor))
+        result.shared_tokens += held
+    return result
 
 
 class PackedLinear:
-    """y_NO = x_NI W' + b for a frozen W, with fused element-wise tails.
-
-    `torch.nn.functional.linear` rearranges the weight for oneDNN on every call, which costs more
-    than the product of a decode step. Here that is done once, and the same kernels (those that
-    torch.compile emits for frozen weights) apply the activation, the gate's product or the residual
-    sum. Where they are missing plain torch functions do the same arithmetic.
-    """
+    """y_NO = x_NI W' + b for a frozen W, with fused element-wise tails. The weight is rearranged
+    for oneDNN once, not on every call, which costs more than the product of a decode step. Where
+    these kernels are missing, plain torch does the same arithmetic."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
         self.packed = (
@@ -51,9 +228,9 @@ class PackedLinear:
         )
         self.bias_O = bias_O
         self.weight = weight_OI
-        if self.packed:
+        if self.packed:  # in a layout for 32 rows; other counts run with it as well
             order = torch.ops.mkldnn._reorder_linear_weight
-            self.weight = order(weight_OI.contiguous(), _ROWS_HINT)
+            self.weight = order(weight_OI.contiguous(), 32)
 
     def __call__(self, x_NI: Tensor, activation: str = "none") -> Tensor:
         """x W' + b; with the activation 'swish', its SiLU."""
@@ -66,21 +243,17 @@ class PackedLinear:
     def combined(self, x_NI: Tensor, operation: str, other_NO: Tensor) -> Tensor:
         """(x W' + b) * other for 'mul', x W' + b + other for 'add'."""
         if self.packed:
-            return torch.ops.mkldnn._linear_pointwise.binary(
-                x_NI, other_NO, self.weight, self.bias_O, operation
-            )
+            combine = torch.ops.mkldnn._linear_pointwise.binary
+            return combine(x_NI, other_NO, self.weight, self.bias_O, operation)
         y_NO = F.linear(x_NI, self.weight, self.bias_O)
         return y_NO.mul_(other_NO) if operation == "mul" else y_NO.add_(other_NO)
 
 
 _CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_PREFILL_TOKENS = 4096
-"""Prompt tokens in one forward pass; bounds the memory of its activations."""
-_SCORE_ROWS = 256
-"""Positions whose logits are held at once while scoring."""
-_STORED_TOKENS = 8192
-"""Tokens of finished sequences that stay available as prefixes."""
+_PREFILL_TOKENS = 4096  # prompt tokens in one forward pass; bounds the memory of its activations
+_SCORE_ROWS = 256  # positions whose logits are held at once while scoring
+_STORED_TOKENS = 8192  # tokens of finished sequences that stay available as prefixes
 
 
 def supports(model: PreTrainedModel) -> bool:
@@ -155,17 +328,16 @@ class LlamaDecoder:
             path = f"model.layers.{index}.{path}"
             return PackedLinear(self.weights.effective(path), self.weights.bias(path))
 
-        attention = f"model.layers.{index}.self_attn."
-        paths = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
-        q, k, v = map(self.weights.effective, paths)
-        q_bias, k_bias, v_bias = map(self.weights.bias, paths)
-        bias = None
-        if v_bias is not None:
-            bias = torch.cat([self._interleave(q_bias), self._interleave(k_bias), v_bias])
+        def joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return torch.cat([self._interleave(q), self._interleave(k), v])
+
+        paths = [f"model.layers.{index}.self_attn.{name}_proj" for name in "qkv"]
+        biases: list[Any] = [self.weights.bias(path) for path in paths]
+        bias = None if biases[2] is None else joined(*biases)
         norms = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
         norm_q, norm_k = (self._interleave(n.weight) if n else None for n in norms)
         return _Layer(
-            qkv=PackedLinear(torch.cat([self._interleave(q), self._interleave(k), v]), bias),
+            qkv=PackedLinear(joined(*map(self.weights.effective, paths)), bias),
             out=linear("self_attn.o_proj"),
             gate=linear("mlp.gate_proj"),
             up=linear("mlp.up_proj"),
@@ -176,10 +348,9 @@ class LlamaDecoder:
             norm_k=norm_k,
         )
 
-    def _interleave(self, weight: Tensor | None) -> Tensor:
-        """Put the two halves of every head that rotate together next to each other. Queries and
-        keys are permuted alike, so their products are unchanged."""
-        assert weight is not None
+    def _interleave(self, weight: Tensor) -> Tensor:
+        """Put the halves of every head that rotate together next to each other; queries and keys
+        alike, so their products are unchanged."""
         halves = weight.view(-1, 2, self.head_dim // 2, *weight.shape[1:])
         return halves.transpose(1, 2).reshape(weight.shape)
 
@@ -235,20 +406,20 @@ class LlamaDecoder:
         return order
 
     @torch.inference_mode()
-    def score(self, token_ids: Sequence[int], temperature: float) -> list[float]:
+    def score(self, token_ids: Sequence[int], temperature: float, first: int = 1) -> list[float]:
         tokens = np.asarray(token_ids, dtype=np.int64)
-        inputs, targets_T = tokens[:-1], torch.from_numpy(tokens[1:]).to(self.device)
+        inputs, targets_T = tokens[:-1], torch.from_numpy(tokens[first:]).to(self.device)
         cache = KVCache(self.shape)
         cache.reserve(1, len(inputs))
         span = Span(index=0, offset=0, tokens=inputs)
-        hidden_TE = self._extend(cache, 0, [span], last_only=False)
+        hidden_TE = self._extend(cache, 0, [span], last_only=False)[first - 1 :]
         chunks = zip(hidden_TE.split(_SCORE_ROWS), targets_T.split(_SCORE_ROWS), strict=True)
         pieces = [logprobs_of(self.head(hidden), it, temperature) for hidden, it in chunks]
         return torch.cat(pieces).tolist()
 
     def reset(self) -> None:
         self.cache.clear()
-        self.store.clear()
+        self.store.entries.clear()
         self.tokens = []
 
     def _extend(
@@ -259,14 +430,15 @@ class LlamaDecoder:
         spans.sort(key=lambda span: (span.offset, len(span.tokens)))
         lengths = [len(span.tokens) for span in spans]
         starts = np.cumsum([0, *lengths])
-        tokens_T = torch.from_numpy(np.concatenate([span.tokens for span in spans]))
-        positions_T = torch.from_numpy(
-            np.concatenate([span.offset + np.arange(len(span.tokens)) for span in spans])
-        )
+
+        def packed(arrays: list[Any]) -> Tensor:
+            return torch.from_numpy(np.concatenate(arrays)).to(self.device)
+
+        tokens_T = packed([span.tokens for span in spans])
+        positions_T = packed([span.offset + np.arange(len(span.tokens)) for span in spans])
         rows = torch.tensor([first_row + span.index for span in spans])
         rows_T = rows.repeat_interleave(torch.tensor(lengths)).to(self.device)
-        rows, tokens_T = rows.to(self.device), tokens_T.to(self.device)
-        positions_T = positions_T.to(self.device)
+        rows = rows.to(self.device)
         blocks: dict[tuple[int, int], list[int]] = {}
         for i, span in enumerate(spans):
             blocks.setdefault((span.offset, lengths[i]), []).append(i)
@@ -286,12 +458,8 @@ class LlamaDecoder:
     def _decode_attention(
         self, cache: KVCache, positions_B: Tensor, used: int
     ) -> Callable[[int, Tensor], Tensor]:
-        """Attention of one new token a row to its first `positions + 1` columns.
-
-        The query heads that share a key head become the rows of one small product. In fp32
-        a batched product and a weighted sum of the value rows are faster than the fused kernel;
-        in bf16 that one keeps the scores in fp32.
-        """
+        """Attention of one new token a row to its first `positions + 1` columns. In fp32 a batched
+        product and a weighted sum are faster; in bf16 the fused kernel keeps scores in fp32."""
         rows, groups = len(positions_B), self.heads // self.kv_heads
         columns = torch.arange(used, device=self.device)
         mask = torch.zeros(rows, 1, 1, used, dtype=self.dtype, device=self.device)
@@ -371,8 +539,8 @@ class LlamaDecoder:
         return self._rms(x, self.norm)
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 inside; in three
-        passes, where torch's own CPU version makes seven."""
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 inside; three passes
+        to torch's seven."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
         return torch.mul(x * scale, weight, out=torch.empty_like(x))

@@ -1,8 +1,7 @@
 """Low-rank adapters: one description, one state format, one lean forward pass.
 
-PEFT injects, names, saves and loads the adapter. `FusedLoraLinear` adds what training on few cores
-needs: y = x W' + s (x A') B' in one autograd node that knows W is frozen, keeps A and B in fp32 and
-multiplies in the type of x. PEFT's own layer multiplies the adapter in fp32.
+PEFT injects, names, saves and loads the adapter. `FusedLoraLinear` makes it fast on few cores:
+y = x W' + s (x A') B' in one autograd node that knows W is frozen and multiplies in the type of x.
 
 The adapter state that trainer and sampler exchange is a flat dict of fp32 CPU tensors,
 `lora.<module path>.A` [rank, in] and `lora.<module path>.B` [out, rank], module paths as in
@@ -60,8 +59,8 @@ class _FusedLora(torch.autograd.Function):
 
 
 class FusedLoraLinear(PeftLoraLinear):
-    """PEFT's LoRA linear layer with a fused pass for the one case that we train: one plain adapter,
-    no dropout, nothing merged, a frozen `nn.Linear` below. All else is PEFT's own forward."""
+    """PEFT's LoRA layer with a fused pass for what we train: one plain adapter, no dropout, nothing
+    merged, a frozen `nn.Linear` below. All else is PEFT's own forward."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         base = self.get_base_layer()

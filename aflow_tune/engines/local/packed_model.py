@@ -1,52 +1,270 @@
 """Log-probabilities of a micro-batch from any Hugging Face causal LM, and their gradients.
 
-Two shortcuts make a step cheap: the micro-batch as one row of token tries (`packing.py`), and an
-output head that never keeps logits. Both are probed once on a dozen tokens against the model's own
-forward pass; a model that refuses or disagrees (no position ids, recurrent state, capped logits,
-attention of its own) runs one unpadded sequence at a time, with its own logits.
+Two shortcuts make a step cheap, each probed once against the model's own forward pass; a model that
+refuses or disagrees runs one unpadded sequence at a time, with its own logits.
 
-Attention over a packed row gathers queries, keys and values into a few padded blocks of whole
-paths, so the work grows with the paths' lengths and not with the square of the row. On a CPU the
-flash kernel's backward pass is several times slower than the few batched matrix products it stands
-for, so there it is written out; the forward pass is PyTorch's kernel everywhere.
+**Token tries.** All samples of a micro-batch go into one trie, whose nodes are the tokens of one
+packed row. A node attends to its ancestors, so the row equals the separate samples for any causal
+model. Attention goes by a few padded blocks of whole paths. On a CPU its backward pass is written
+out as batched matrix products, several times faster than the flash kernel's.
 
-The logits of a train batch would be its largest tensor (800 MB for 4,000 tokens of a vocabulary of
-50,000). Both outputs of `token_scores` have a gradient with respect to the hidden states that is
-linear in one number a row:
+**An output head that keeps no logits**, the largest tensor of a train batch. Both outputs of
+`token_scores` have a gradient with respect to the hidden states that is linear in one number a row:
 
     d log p(y) / dh = (W_y - p W) / T          d H / dh = -(p (log p + H)) W / T
 
 so the forward pass goes through the rows in chunks, keeps p W (and the entropy's product) of shape
-[rows, hidden] and throws the logits away. The backward pass is a gather and a sum. A trained
-output head needs the gradient of W too; then the chunk's logits are made again.
+[rows, hidden] and throws the logits away. Only a trained output head has them made again.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import BoolTensor, LongTensor, Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from aflow_tune.engines.local.packing import PackedRow, Sample, pack
+BUCKET_FILL = 0.75  # paths of a padded attention block fill at least this share of the longest
+
+
+@dataclass
+class Sample:
+    """One model call of one rollout. action_mask_R marks the response tokens that the policy made;
+    columns beyond T - prompt_length never count. logprobs_R: behaviour policy, fp32. `extra`: what
+    a loss needs, [R] or []. Samples with the same `run` stay in one micro-batch."""
+
+    tokens_T: Tensor
+    prompt_length: int
+    action_mask_R: Tensor
+    logprobs_R: Tensor | None = None
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    run: Hashable = None
+
+    def scored_columns(self) -> list[int]:
+        """The response columns whose log-probability counts, ascending."""
+        room = len(self.tokens_T) - self.prompt_length
+        columns = self.action_mask_R[: max(0, room)].nonzero().flatten().tolist()
+        # The first token of a sequence has no prediction.
+        return [column for column in columns if self.prompt_length + column > 0]
+
+    def path(self) -> list[int]:
+        """The tokens that must be computed: up to the one before the last scored token."""
+        columns = self.scored_columns()
+        return self.tokens_T[: self.prompt_length + columns[-1]].tolist() if columns else []
+
+
+class TokenTrie:
+    """Tokens by prefix. Node ids count up in the order of insertion."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.depths: list[int] = []
+        self._children: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def missing(self, tokens: Sequence[int]) -> int:
+        """How many nodes `add(tokens)` would create."""
+        node = -1
+        for depth, token in enumerate(tokens):
+            child = self._children.get((node, token))
+            if child is None:
+                return len(tokens) - depth
+            node = child
+        return 0
+
+    def add(self, tokens: Sequence[int]) -> list[int]:
+        """The node ids along `tokens`; new nodes are the consecutive last ones."""
+        path, node = [], -1
+        for depth, token in enumerate(tokens):
+            key = (node, token)
+            child = self._children.get(key)
+            if child is None:
+                child = self._children[key] = len(self.tokens)
+                self.tokens.append(token)
+                self.depths.append(depth)
+            path.append(child)
+            node = child
+        return path
+
+
+@dataclass(frozen=True)
+class AttentionBlock:
+    """Paths of similar length, padded to one [S, Q] x [S, K] attention problem over node ids. Query
+    q of path s sits at position offsets_S[s] + q and sees the keys up to itself. `causal`: all
+    offsets are 0 and Q = K, so that a kernel's own causal flag says the same as the mask."""
+
+    queries_SQ: LongTensor
+    keys_SK: LongTensor
+    offsets_S: LongTensor
+    causal: bool
+
+    def mask(self, window: int | None = None) -> BoolTensor:
+        """True where a query sees a key, [S, 1, Q, K]; `window` counts the token itself."""
+        last = self.keys_SK.shape[1] - 1
+        device = self.keys_SK.device
+        q = torch.arange(self.queries_SQ.shape[1], device=device)
+        # Padded queries look at the last key: whatever they give is never read.
+        at_SQ1 = (self.offsets_S[:, None] + q).clamp(max=last)[:, :, None]
+        k = torch.arange(last + 1, device=device)
+        seen = k <= at_SQ1
+        if window is not None:
+            seen &= k > at_SQ1 - window
+        return seen[:, None]  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """One micro-batch as one row of N tokens. Attention outputs of all `blocks`, concatenated, give
+    the row's by `index_select(place_N)`. Score m is the log-probability of target_M[m] after node
+    scored_U[node_M[m]]; it belongs to sample row_M[m], response column column_M[m]."""
+
+    tokens_N: LongTensor
+    positions_N: LongTensor
+    blocks: tuple[AttentionBlock, ...]
+    place_N: LongTensor
+    scored_U: LongTensor
+    node_M: LongTensor
+    target_M: LongTensor
+    row_M: LongTensor
+    column_M: LongTensor
+
+
+def _long(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> LongTensor:
+    return torch.tensor(values, dtype=torch.long, device=device)  # type: ignore[return-value]
+
+
+def _blocks(
+    segments: list[tuple[list[int], int]], size: int, device: torch.device
+) -> tuple[tuple[AttentionBlock, ...], list[int]]:
+    """Attention blocks for (path, first owned depth) segments, and where each node's output is.
+    Paths from the root are kept apart from the others: a kernel's causal flag fits them only."""
+    blocks: list[AttentionBlock] = []
+    place = [0] * size
+    done = 0
+
+    def padded(rows: list[list[int]]) -> LongTensor:
+        width = max(len(row) for row in rows)
+        return _long([row + [row[0]] * (width - len(row)) for row in rows], device)
+
+    for causal in (True, False):
+        todo = sorted(
+            (segment for segment in segments if (segment[1] == 0) == causal),
+            key=lambda segment: (-len(segment[0]), segment[1]),
+        )
+        while todo:
+            longest, widest = len(todo[0][0]), len(todo[0][0]) - todo[0][1]
+            bucket: list[tuple[list[int], int]] = []
+            rest: list[tuple[list[int], int]] = []
+            for path, own in todo:
+                fits = len(path) >= BUCKET_FILL * longest and len(path) - own <= max(16, widest)
+                (bucket if fits else rest).append((path, own))
+            todo = rest
+            queries_SQ = padded([path[own:] for path, own in bucket])
+            width = queries_SQ.shape[1]
+            for s, (path, own) in enumerate(bucket):
+                for i, node in enumerate(path[own:]):
+                    place[node] = done + s * width + i
+            done += len(bucket) * width
+            keys_SK = padded([path for path, _ in bucket])
+            offsets_S = _long([own for _, own in bucket], device)
+            blocks.append(AttentionBlock(queries_SQ, keys_SK, offsets_S, causal))
+    return tuple(blocks), place
+
+
+def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> PackedRow | None:
+    """One packed row of `samples`; None if no token of them counts."""
+    device = torch.device(device)
+    trie = TokenTrie()
+    segments: list[tuple[list[int], int]] = []
+    scores: list[tuple[int, int, int, int]] = []  # node, target, row, column
+    for index, sample in enumerate(samples):
+        columns = sample.scored_columns()
+        if not columns:
+            continue
+        before = len(trie)
+        path = trie.add(sample.path())
+        created = len(trie) - before
+        if created:
+            segments.append((path, len(path) - created))
+        tokens = sample.tokens_T.tolist()
+        start = sample.prompt_length
+        scores += [(path[start + c - 1], tokens[start + c], index, c) for c in columns]
+    if not scores:
+        return None
+    blocks, place = _blocks(segments, len(trie), device)
+    nodes, target, row, column = zip(*scores, strict=True)
+    scored = sorted(set(nodes))
+    rank = {node: u for u, node in enumerate(scored)}
+    return PackedRow(
+        tokens_N=_long(trie.tokens, device),
+        positions_N=_long(trie.depths, device),
+        blocks=blocks,
+        place_N=_long(place, device),
+        scored_U=_long(scored, device),
+        node_M=_long([rank[node] for node in nodes], device),
+        target_M=_long(target, device),
+        row_M=_long(row, device),
+        column_M=_long(column, device),
+    )
+
+
+def micro_batches(
+    samples: Sequence[Sample], groups: Sequence[Sequence[int]], max_tokens: int
+) -> list[list[int]]:
+    """Split a train batch, in order, into micro-batches of whole rollouts of at most `max_tokens`
+    packed tokens; a longer rollout has its own. A group (of sample indices) that fits is not cut.
+    """
+    paths = [sample.path() for sample in samples]
+    batches: list[list[int]] = [[]]
+    trie = TokenTrie()
+
+    def cost(indices: Sequence[int], base: TokenTrie) -> int:
+        """Upper bound of the nodes that `indices` add: exact unless both tries share parts."""
+        alone = TokenTrie()
+        total = 0
+        for index in indices:
+            total += min(base.missing(paths[index]), alone.missing(paths[index]))
+            alone.add(paths[index])
+        return total
+
+    for group in groups:
+        runs: dict[Hashable, list[int]] = {}
+        for index in group:
+            run = samples[index].run
+            runs.setdefault(("sample", index) if run is None else ("run", run), []).append(index)
+        if len(trie) + cost(group, trie) > max_tokens and cost(group, TokenTrie()) <= max_tokens:
+            batches, trie = [*batches, []], TokenTrie()
+        for indices in runs.values():
+            if batches[-1] and len(trie) + cost(indices, trie) > max_tokens:
+                batches, trie = [*batches, []], TokenTrie()
+            for index in indices:
+                trie.add(paths[index])
+            batches[-1].extend(indices)
+    return [batch for batch in batches if batch]
+
 
 NAME = "aflow_token_trie"
-"""Of `trie_attention` among the attention functions of transformers; no mask function is registered
-under it, hence models make no mask."""
-
-_layout: ContextVar[PackedRow | None] = ContextVar("token_trie_layout", default=None)
-
+"""Of `trie_attention` among transformers' attention functions; without a mask function of this
+name, models make no mask."""
+CHUNK_ELEMENTS = 128 * 49152  # logits that exist at once; they fit a CPU's shared cache
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
+"""Largest difference of a log-probability that counts as rounding in the probe."""
+# Arguments that change the attention weights; models that pass them run unpacked.
 _REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
-"""Arguments that change the attention weights; models that pass them run unpacked."""
-
 _MAX_SCORES = 1 << 24
-"""Longest block (scores = S H Q K) whose written-out backward pass is used; beyond it the
-flash kernel's constant memory matters more than its speed."""
+"""Scores (S H Q K) up to which a block's backward pass is written out; beyond it the flash kernel's
+constant memory matters more than its speed."""
+
+logger = logging.getLogger(__name__)
+_layout: ContextVar[PackedRow | None] = ContextVar("token_trie_layout", default=None)
 
 
 def _paths(x_NHD: Tensor, index_SL: Tensor) -> Tensor:
@@ -59,23 +277,16 @@ def _paths(x_NHD: Tensor, index_SL: Tensor) -> Tensor:
 def _attend(
     q_SHQD: Tensor, k_SHKD: Tensor, v_SHKD: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    return nn.functional.scaled_dot_product_attention(
-        q_SHQD,
-        k_SHKD,
-        v_SHKD,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=q_SHQD.shape[1] != k_SHKD.shape[1],
-    )
+    kind = {"attn_mask": mask, "is_causal": mask is None, "scale": scale}
+    grouped = q_SHQD.shape[1] != k_SHKD.shape[1]
+    attend: Any = nn.functional.scaled_dot_product_attention
+    return attend(q_SHQD, k_SHKD, v_SHKD, enable_gqa=grouped, **kind)
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Attention of one block with the softmax's backward pass as batched matrix products.
-
-    With P = softmax(s Q K' + mask):  dV = P' dO,  dS = P * (dO V' - rowsum(dO * O)),
-    dQ = s dS K,  dK = s dS' Q. Query heads that share a key head are stacked as more rows.
-    """
+    """Attention of one block with the softmax's backward pass as batched matrix products: with
+    P = softmax(s Q K' + mask),  dV = P' dO,  dS = P * (dO V' - rowsum(dO * O)),  dQ = s dS K,
+    dK = s dS' Q. Query heads that share a key head are stacked as more rows."""
 
     @staticmethod
     def forward(
@@ -146,10 +357,6 @@ def trie_attention(
 
 
 AttentionInterface.register(NAME, trie_attention)
-
-
-CHUNK_ELEMENTS = 128 * 49152
-"""Logits that exist at once; small enough for a CPU's shared cache to be of use."""
 
 
 def _chunks(rows: int, vocabulary: int) -> list[tuple[int, int]]:
@@ -269,12 +476,6 @@ def token_scores(
     return logprobs_M, entropy_U if entropy else None
 
 
-logger = logging.getLogger(__name__)
-
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
-"""Largest difference of a log-probability that counts as rounding in the probe."""
-
-
 class PackedModel:
     """A causal LM that scores samples. `packed` and `fused_head` say which shortcuts hold."""
 
@@ -292,27 +493,20 @@ class PackedModel:
         """fp32 logprobs_BR of the scored response tokens, and their entropies [B, R] or None.
         `width` is R. Columns that do not count are 0 and carry no gradient."""
         size = len(samples) if self.packed else 1
-        rows: list[Tensor] = []
-        columns: list[Tensor] = []
-        values: list[Tensor] = []
-        entropies: list[Tensor] = []
+        found: list[tuple[Tensor, ...]] = []  # rows, columns, log-probabilities, entropies
         for first in range(0, len(samples), size or 1):
             row = pack(samples[first : first + size], self.device)
             if row is not None:
                 logprobs_M, entropy_U = self._row(row, entropy)
-                rows.append(row.row_M + first)
-                columns.append(row.column_M)
-                values.append(logprobs_M)
-                if entropy_U is not None:
-                    entropies.append(entropy_U[row.node_M])
+                entropy_M = () if entropy_U is None else (entropy_U[row.node_M],)
+                found.append((row.row_M + first, row.column_M, logprobs_M, *entropy_M))
+        joined = [torch.cat(parts) for parts in zip(*found, strict=True)]
 
-        def spread(scores: list[Tensor]) -> Tensor:
+        def spread(which: int) -> Tensor:
             zeros_BR = torch.zeros((len(samples), width), device=self.device)
-            if not values:
-                return zeros_BR
-            return zeros_BR.index_put((torch.cat(rows), torch.cat(columns)), torch.cat(scores))
+            return zeros_BR.index_put(tuple(joined[:2]), joined[which]) if joined else zeros_BR
 
-        return spread(values), spread(entropies) if entropy else None
+        return spread(2), spread(3) if entropy else None
 
     def _row(self, row: PackedRow, entropy: bool) -> tuple[Tensor, Tensor | None]:
         inputs = {"input_ids": row.tokens_N[None]}
@@ -359,20 +553,18 @@ class PackedModel:
 
         def agrees(name: str) -> bool:
             try:
-                probed, _ = self.scores(samples, 9)
+                difference = float((self.scores(samples, 9)[0] - reference).abs().max())
             except Exception as error:
                 logger.info("%s is off: %s: %s", name, type(error).__name__, error)
                 return False
-            difference = float((probed - reference).abs().max())
-            if difference <= PROBE_TOLERANCE.get(self.model.dtype, 1e-3):
-                return True
-            logger.info("%s is off: log-probabilities differ by %.3g", name, difference)
-            return False
+            if difference > PROBE_TOLERANCE.get(self.model.dtype, 1e-3):
+                logger.info("%s is off: log-probabilities differ by %.3g", name, difference)
+                return False
+            return True
 
         plain = isinstance(self.model.get_output_embeddings(), nn.Linear)
         self.fused_head = plain and self.model.base_model is not self.model
         self.fused_head = self.fused_head and agrees("the fused output head")
         takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
-        takes_attention = bool(getattr(self.model, "_supports_attention_backend", False))
-        self.packed = takes_positions and takes_attention
+        self.packed = takes_positions and bool(self.model._supports_attention_backend)
         self.packed = self.packed and agrees("packing")

@@ -1,10 +1,9 @@
 """What a dry run loads: a tiny random model, and a sampler that says what it is told.
 
 The model has the tokenizer and the chat template of the one that it stands for, if that is on this
-machine. Nothing is fetched. A request may carry its answer under `ANSWER_FIELD`; one without is
-answered with plain words, or with the smallest example of the JSON or the tool call that it asks
-for, cut at `max_tokens` and at stop strings. Log-probabilities are those that the model gives these
-very tokens, so that a trainer with the same weights finds a ratio of 1.
+machine; nothing is fetched. A request carries its answer under `ANSWER_FIELD`, or is answered with
+plain words or the smallest JSON or tool call that it asks for, cut at `max_tokens` and stop
+strings. Log-probabilities are the model's own, so that a trainer finds a ratio of 1.
 """
 
 from __future__ import annotations
@@ -22,28 +21,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aflow_tune.engines.local.models import BUNDLED, cache_dir
-from aflow_tune.engines.local.protocol import ChatRequest, NamedToolChoice
-from aflow_tune.engines.local.sampler import Sampler
-from aflow_tune.engines.local.sampling import (
+from aflow_tune.engines.local.sampler import (
     Completion,
+    Sampler,
     SamplingParams,
     before_stop,
-    logprobs_of,
     prompt_faults,
 )
-from aflow_tune.engines.local.server import SamplerServer
+from aflow_tune.engines.local.server import ChatRequest, SamplerServer
 from aflow_tune.errors import BadInput
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
+    from transformers import PreTrainedTokenizerBase
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' "
     "+ (message['content'] or '') + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""The chat template if there is no other."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +53,22 @@ class StandInTokenizer:
 def tokenizer_for(name: str) -> StandInTokenizer:
     """The tokenizer of the model `name` if it is on this machine, else SmolLM2's if that is,
     else one of single bytes that is made here."""
+    from transformers import AutoTokenizer
+
     for candidate in (name, *BUNDLED):
-        found = _load(candidate)
-        if found is not None:
+        folder = cache_dir() / candidate if candidate in BUNDLED else Path(candidate).expanduser()
+        place = folder if folder.is_dir() else candidate
+        try:
+            # Without the last argument it would ask on the terminal whether to run a folder's code.
+            found = AutoTokenizer.from_pretrained(
+                place, local_files_only=True, trust_remote_code=False
+            )
+        except Exception:
+            continue  # none, damaged, or of a class that is not installed: many unrelated errors
+        # Without its files transformers may make a tokenizer of a few special tokens and no words.
+        if len(found) > len(found.all_special_tokens):
+            if found.pad_token is None:
+                found.pad_token = found.eos_token
             return StandInTokenizer(found, f"the tokenizer of {candidate}", candidate == name)
     return StandInTokenizer(byte_tokenizer(), "a tokenizer of single bytes", False)
 
@@ -93,27 +101,6 @@ def write_stand_in(folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int =
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _load(name: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a model; None if none of it loads without a download."""
-    from transformers import AutoTokenizer
-
-    folder = cache_dir() / name if name in BUNDLED else Path(name).expanduser()
-    try:
-        # Without the last argument it would ask on the terminal whether to run a folder's code.
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder if folder.is_dir() else name, local_files_only=True, trust_remote_code=False
-        )
-    except Exception:
-        # None at all, damaged, or of a class that is not installed: a dozen unrelated errors.
-        return None
-    # Without its files transformers may make a tokenizer of a few special tokens and no words.
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        return None
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
 def byte_tokenizer(chat_template: str = CHATML) -> PreTrainedTokenizerBase:
     """256 byte tokens (id = rank in the byte alphabet) and three special ones."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -136,34 +123,22 @@ def byte_tokenizer(chat_template: str = CHATML) -> PreTrainedTokenizerBase:
     )
 
 
-_DEEPEST = 12
-"""References may go round in a circle; what is deeper than this becomes null."""
-
-
 def example_of(schema: Mapping[str, Any]) -> Any:
     """The smallest value that fits a JSON schema, with required properties only. Covers what
     pydantic writes, but no `pattern`, `format` or conditions between fields."""
+    named = {**schema.get("definitions", {}), **schema.get("$defs", {})}
 
     def example(part: Any, depth: int = 0) -> Any:
-        if not isinstance(part, Mapping) or depth > _DEEPEST:
+        if not isinstance(part, Mapping) or depth > 12:  # references may go round in a circle
             return None
         if "$ref" in part:
-            found: Any = schema
-            for name in str(part["$ref"]).removeprefix("#").strip("/").split("/"):
-                if name:
-                    found = found.get(name) if isinstance(found, Mapping) else None
-            return example(found, depth + 1)
+            return example(named.get(part["$ref"].rpartition("/")[2]), depth + 1)
         for key in ("const", "default"):
             if key in part:
                 return part[key]
         if "enum" in part:
             return part["enum"][0]
-        if parts := part.get("allOf"):
-            merged = [example(one, depth + 1) for one in parts]
-            if all(isinstance(one, dict) for one in merged):
-                return {key: value for one in merged for key, value in one.items()}
-            return merged[0]
-        if choices := part.get("anyOf") or part.get("oneOf"):
+        if choices := part.get("anyOf") or part.get("oneOf") or part.get("allOf"):
             return example(choices[0], depth + 1)
         kind = part.get("type", "object" if "properties" in part else "string")
         kind = kind[0] if isinstance(kind, list) else kind
@@ -211,17 +186,9 @@ class ScriptedSampler(Sampler):
     """A `Sampler` whose completions are given instead of drawn. `scored`: whether they carry the
     model's log-probabilities; else 0, for stand-ins of models that are not trained."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        scored: bool = True,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, *args: Any, scored: bool = True, **settings: Any) -> None:
         self.scored = scored
-        self._model = model
-        super().__init__(model, tokenizer, **settings)
+        super().__init__(*args, **settings)
 
     async def submit(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
         text = _answer.get()
@@ -230,9 +197,7 @@ class ScriptedSampler(Sampler):
             raise BadInput("The prompt cannot be completed", faults)
         if text is None and params.json_schema is not None:
             text = json.dumps(example_of(params.json_schema), ensure_ascii=False)
-        return [
-            await self._completion(prompt_ids, params, text, number) for number in range(params.n)
-        ]
+        return [await self._completion(prompt_ids, params, text, i) for i in range(params.n)]
 
     async def _completion(
         self, prompt_ids: list[int], params: SamplingParams, text: str | None, number: int
@@ -254,51 +219,27 @@ class ScriptedSampler(Sampler):
         ids = ids[:limit] or [prompt_ids[-1]]
         logprobs = [0.0] * len(ids)
         if self.scored:
-            temperature = params.temperature or 1.0
-            logprobs = await asyncio.to_thread(self._scores, prompt_ids, ids, temperature)
+            tokens, first = [*prompt_ids, *ids], len(prompt_ids)
+            logprobs = await asyncio.to_thread(
+                self.token_logprobs, tokens, params.temperature or 1.0, first
+            )
         shown = before_stop(self.vocabulary.text(ids), params.stop)
         tops = [{token: value} for token, value in zip(ids, logprobs, strict=True)]
         reason = "stop" if whole else "length"
         return Completion(ids, logprobs, shown, reason, tops if params.top_logprobs else None)
 
-    def _scores(self, prompt_ids: list[int], ids: list[int], temperature: float) -> list[float]:
-        """Log-probabilities of `ids` after the prompt, fp32; blocks."""
-        if self.version > 0:
-            return self.token_logprobs([*prompt_ids, *ids], temperature)[len(prompt_ids) - 1 :]
-        # The first weights: the model itself computes the logits of the answer alone. With a
-        # vocabulary of 150,000 those of a long prompt would take seconds.
-
-        def work() -> list[float]:
-            with torch.no_grad():
-                tokens = torch.tensor([[*prompt_ids, *ids]], device=self.device)
-                kept = len(ids) + 1
-                output: Any = self._model(tokens, use_cache=False, logits_to_keep=kept)
-                values: list[float] = logprobs_of(
-                    output.logits[0, :-1], tokens[0, len(prompt_ids) :], temperature
-                ).tolist()
-            return values
-
-        return self.run_alone(work)
-
 
 class ScriptedServer(SamplerServer):
-    """A `SamplerServer` that hands the answer of a request's body on to its `ScriptedSampler`."""
+    """A `SamplerServer` that hands the answer of a request's body on to its `ScriptedSampler`, else
+    the smallest call of the tool that the request forces."""
 
     def _render(self, chat: ChatRequest) -> list[int]:
+        text = (chat.model_extra or {}).get(ANSWER_FIELD)
+        if not isinstance(text, str) and (forced := chat.forced_tools()):
+            function = forced[0]["function"]
+            arguments = example_of(function.get("parameters") or {"type": "object"})
+            call = {"name": function["name"], "arguments": arguments}
+            text = f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
         # The request is answered in a task that is started after this, in a copy of this context.
-        given = (chat.model_extra or {}).get(ANSWER_FIELD)
-        _answer.set(given if isinstance(given, str) else _forced_call(chat))
+        _answer.set(text if isinstance(text, str) else None)
         return super()._render(chat)
-
-
-def _forced_call(chat: ChatRequest) -> str | None:
-    """The smallest call of the tool that a request forces; None where it forces none."""
-    choice = chat.tool_choice
-    if choice in (None, "auto", "none"):
-        return None
-    name = choice.function.name if isinstance(choice, NamedToolChoice) else None
-    functions = [tool["function"] for tool in chat.offered_tools()]
-    chosen = next(one for one in functions if name in (None, one["name"]))  # it was checked
-    arguments = example_of(chosen.get("parameters") or {"type": "object"})
-    call = json.dumps({"name": chosen["name"], "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{call}\n</tool_call>"

@@ -1,103 +1,351 @@
 """OpenAI's chat-completions API over a sampler, on loopback.
 
 `GET /health`, `GET /v1/models`, `POST /v1/chat/completions`, in a thread with an event loop of its
-own. A client that goes away cancels its request and frees the place in the batch. The wire format
-is in `protocol.py`.
+own. A client that goes away frees its place in the batch. What OpenAI defines and this engine
+cannot do is refused by name, so that no setting is without effect. Tool calls are text in the
+Hermes form; a template that does not know tools has the same text in its messages.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import json
 import logging
+import re
 import socket
 import threading
 import time
+import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from aflow_tune.engines.local.protocol import ChatRequest, chat_response, template_messages
-from aflow_tune.engines.local.sampling import Completion, SamplingParams
-from aflow_tune.errors import BadInput, RunFailed
+from aflow_tune.engines.local.sampler import JSON_STYLE, Completion, SamplingParams, Vocabulary
+from aflow_tune.errors import BadInput, Fault, RunFailed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from aflow_tune.engines.local.sampler import Sampler
 
+log = logging.getLogger(__name__)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "best_of"), (1,)),
+    **dict.fromkeys(("stream", "echo", "prompt_logprobs"), (False,)),
+    **dict.fromkeys(("audio", "web_search_options", "prediction"), ()),
+    "logit_bias": ({},),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+}
+"""Fields that are accepted only with a value that has no effect (null always is)."""
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+_PREAMBLE = (
+    "You may call one or more functions to help with the request.\n"
+    "Their signatures are inside <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
+    "To call one, answer with its name and arguments as JSON:\n"
+    '<tool_call>\n{{"name": <function name>, "arguments": <arguments object>}}\n</tool_call>'
+)
 
-MOST = 4096
-"""Answers that are kept; the one unused for longest goes first."""
+Message = dict[str, Any]
 
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class Function(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class NamedToolChoice(BaseModel):
+    function: Function
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    type: Literal["function"]
+    function: Function
+
+
+class ChatRequest(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    return_token_ids: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    ignore_eos: bool = False
+
+    def offered_tools(self) -> list[Message]:
+        """The tools the model is told about; none with tool_choice 'none'."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
+
+    def forced_tools(self) -> list[Message]:
+        """The tools one of which must be called; none where the model is free."""
+        if isinstance(self.tool_choice, NamedToolChoice):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.offered_tools() if tool["function"]["name"] == name]
+        return self.offered_tools() if self.tool_choice == "required" else []
+
+    def check(self) -> None:
+        """Raises BadInput with everything that this engine does not serve."""
+        faults = [
+            Fault(name, "left out", repr(value), f"remove {name}: the local engine lacks it")
+            for name, value in (self.model_extra or {}).items()
+            if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]
+        ]
+        for number, message in enumerate(self.messages):
+            if not isinstance(message.get("role"), str):
+                faults.append(Fault(f"messages[{number}]", "a role", repr(message), "add role"))
+        if self.tool_choice not in (None, "none", "auto") and not self.forced_tools():
+            expected = f"one of {[tool.function.name for tool in self.tools or []]}"
+            found, fix = repr(self.tool_choice), "send and name tools"
+            faults.append(Fault("tool_choice", expected, found, fix))
+        if self.top_logprobs and not self.logprobs:
+            faults.append(Fault("top_logprobs", "logprobs: true", "false", "set logprobs"))
+        form = self.response_format
+        if form is not None and form.type == "json_schema" and form.json_schema is None:
+            faults.append(Fault("response_format", "json_schema.schema", "none", "send the schema"))
+        if faults:
+            raise BadInput("The request cannot be served", faults)
+
+    def sampling_params(self, default_max_tokens: int) -> SamplingParams:
+        """The request as the sampler takes it; `check` has passed."""
+        schema: dict[str, Any] | None = None
+        grammar = None
+        if forced := self.forced_tools():
+            grammar = forced_call_grammar(forced)
+        elif self.response_format is not None and self.response_format.type != "text":
+            wanted = self.response_format.json_schema
+            schema = {"type": "object"} if wanted is None else wanted.get("schema", {})
+        limits = (self.max_completion_tokens, self.max_tokens, default_max_tokens)
+        names = ("n", "temperature", "top_p", "seed", "top_logprobs", "ignore_eos")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return SamplingParams(
+            max_tokens=next(limit for limit in limits if limit is not None),
+            top_k=max(self.top_k or 0, 0),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            json_schema=schema,
+            grammar=grammar,
+            **given,
+        )
+
+
+def chat_response(
+    request: ChatRequest,
+    model: str,
+    prompt_ids: list[int],
+    completions: Sequence[Completion],
+    vocabulary: Vocabulary,
+) -> dict[str, Any]:
+    """The body of the answer. `return_token_ids` adds the tokens of prompt and choices."""
+    read, drawn = len(prompt_ids), sum(len(completion.token_ids) for completion in completions)
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [
+            _choice(request, index, completion, prompt_ids, vocabulary)
+            for index, completion in enumerate(completions)
+        ],
+        "usage": {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn},
+        **({"prompt_token_ids": prompt_ids} if request.return_token_ids else {}),
+    }
+
+
+def _choice(
+    request: ChatRequest,
+    index: int,
+    completion: Completion,
+    prompt_ids: list[int],
+    vocabulary: Vocabulary,
+) -> dict[str, Any]:
+    text: str | None = completion.text
+    calls: list[Message] = []
+    if tools := request.offered_tools():
+        names = [tool["function"]["name"] for tool in tools]
+        salt = f"{prompt_ids}{completion.token_ids}{index}"
+        text, calls = parse_calls(completion.text, names, salt=salt)
+    reason = completion.finish_reason
+    message: Message = {"role": "assistant", "content": text, "refusal": None}
+    if calls:
+        message["tool_calls"] = calls
+        # OpenAI reports 'stop' when the caller itself named the function.
+        reason = "stop" if isinstance(request.tool_choice, NamedToolChoice) else "tool_calls"
+    choice = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
+
+    def scored(token: int, logprob: float) -> dict[str, Any]:
+        shown = vocabulary.token_text(token)
+        return {"token": shown, "logprob": logprob, "bytes": list(shown.encode())}
+
+    if request.logprobs:
+        tops = completion.top_logprobs or [{} for _ in completion.token_ids]
+        content = [
+            {**scored(token, logprob), "top_logprobs": [scored(*it) for it in top.items()]}
+            for token, logprob, top in zip(
+                completion.token_ids, completion.logprobs, tops, strict=True
+            )
+        ]
+        choice["logprobs"] = {"content": content, "refusal": None}
+    if request.return_token_ids:
+        choice["token_ids"] = completion.token_ids
+    return choice
+
+
+def template_messages(
+    messages: Sequence[Message], tools: Sequence[Message], *, native: bool
+) -> list[Message]:
+    """Messages in OpenAI's form as a chat template takes them, which renders tools itself or not
+    (`native`). BadInput: parts that are not text, arguments not JSON."""
+    plain = [_plain(message, number) for number, message in enumerate(messages)]
+    if native:
+        return plain
+    told: list[Message] = []
+    for message in plain:  # the same for a template that knows only roles and text
+        role, content = message["role"], message["content"]
+        for call in message.get("tool_calls", []):
+            written = json.dumps(call["function"], ensure_ascii=False)
+            content += f"\n<tool_call>\n{written}\n</tool_call>"
+        if role == "tool":
+            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+        told.append({"role": role, "content": content.lstrip("\n")})
+    if tools:
+        listing = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        preamble = _PREAMBLE.format(tools=listing)
+        if told and told[0]["role"] == "system":
+            told[0]["content"] += f"\n\n{preamble}"
+        else:
+            told.insert(0, {"role": "system", "content": preamble})
+    return told
+
+
+def _plain(message: Message, number: int) -> Message:
+    """The message with text for content, and the arguments of its tool calls as objects."""
+
+    def refused(key: str, expected: str, found: str) -> BadInput:
+        title, where = "A message cannot be rendered", f"messages[{number}].{key}"
+        return BadInput.of(title, where, expected, found, f"send {expected}")
+
+    content = message.get("content")
+    if isinstance(content, list):
+        odd = [p.get("type") for p in content if p.get("type") not in ("text", "refusal")]
+        if odd:
+            raise refused("content", "text only: no images, no audio", f"a part of type {odd[0]}")
+        content = "".join(part.get("text") or part.get("refusal") or "" for part in content)
+    result = {**message, "content": content or ""}
+    calls = []
+    for call in result.pop("tool_calls", None) or ():
+        function = call["function"]
+        arguments = function.get("arguments") or "{}"
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except json.JSONDecodeError as error:
+            raise refused("tool_calls", "arguments as a JSON object", str(error)) from error
+        calls.append({**call, "function": {"name": function["name"], "arguments": arguments}})
+    return result | ({"tool_calls": calls} if calls else {})
+
+
+def parse_calls(text: str, names: Sequence[str], *, salt: str) -> tuple[str | None, list[Message]]:
+    """The text outside the tool calls (None when empty), and the calls in OpenAI's form. All is
+    text if one is not JSON of a function in `names`. Equal `salt` and text give equal ids."""
+    calls: list[Message] = []
+    for position, match in enumerate(_CALL.finditer(text)):
+        try:
+            call = json.loads(match[1])
+        except json.JSONDecodeError:
+            return text, []
+        arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+        if not isinstance(arguments, dict) or call.get("name") not in names:
+            return text, []
+        digest = hashlib.sha256(f"{salt}/{position}/{match[1]}".encode()).hexdigest()
+        written = json.dumps(arguments, ensure_ascii=False)
+        function = {"name": call["name"], "arguments": written}
+        calls.append({"id": f"call_{digest[:24]}", "type": "function", "function": function})
+    return (_CALL.sub("", text).strip() or None, calls) if calls else (text, [])
+
+
+def forced_call_grammar(tools: Sequence[Message]) -> str:
+    """A Lark grammar (llguidance's dialect) of exactly one call of one of `tools`."""
+    names, schemas = [f"call_{number}" for number in range(len(tools))], []
+    for tool in tools:
+        function = tool["function"]
+        arguments = dict(function.get("parameters") or {"type": "object", "properties": {}})
+        # Definitions move to the root, where references look for them.
+        named = [key for key in ("$defs", "definitions") if key in arguments]
+        schema = {key: arguments.pop(key) for key in named}
+        # Arguments that the schema does not name are left out: an open object lets a weak model
+        # invent names without end.
+        if not {"allOf", "anyOf", "oneOf", "$ref"} & arguments.keys():
+            arguments.setdefault("additionalProperties", False)
+        schema |= {
+            "type": "object",
+            "properties": {"name": {"const": function["name"]}, "arguments": arguments},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+            "x-guidance": JSON_STYLE,
+        }
+        schemas.append(f"%json {json.dumps(schema)}")
+    start = f'start: "<tool_call>\\n" ({" | ".join(names)}) "\\n</tool_call>"'
+    return "\n".join([start, *(f"{n}: {schema}" for n, schema in zip(names, schemas, strict=True))])
+
+
+MOST = 4096  # greedy answers that are kept; the one unused for longest goes first
 Submit = Callable[[list[int], SamplingParams], Awaitable[list[Completion]]]
-_Key = tuple[tuple[int, ...], str]
-
-
-@dataclass
-class _Entry:
-    answer: asyncio.Task[list[Completion]]
-    waiting: int = 0
 
 
 class GreedyAnswers:
-    """`submit` of a frozen model with a memory for requests that leave nothing to chance.
-
-    A frozen executor is asked the same thing by many rollouts of a group. While one such request is
-    being decoded the others wait for its answer; later ones get it from memory. To be used from one
-    event loop.
-    """
+    """`submit` of a frozen model that decodes a request which leaves nothing to chance only once: a
+    frozen executor is asked the same thing by many rollouts of a group. For one event loop."""
 
     def __init__(self, submit: Submit) -> None:
         self._submit = submit
-        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
+        self._answers: OrderedDict[Any, asyncio.Task[list[Completion]]] = OrderedDict()
 
     async def submit(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
-        """As `Sampler.submit`. Errors are not remembered; the decoding goes on as long as anybody
-        waits for it."""
+        """As `Sampler.submit`. Errors are not remembered."""
         if params.temperature != 0:
             return await self._submit(prompt_ids, params)
         key = (tuple(prompt_ids), repr(params))
-        entry = self._entries.get(key)
-        if entry is None:
-            task = asyncio.ensure_future(self._submit(prompt_ids, params))
-            entry = self._entries[key] = _Entry(task)
-            if len(self._entries) > MOST:
-                self._entries.popitem(last=False)
-        self._entries.move_to_end(key)
-        entry.waiting += 1
-        try:
-            return await asyncio.shield(entry.answer)
-        except BaseException:
-            if self._entries.get(key) is entry and (entry.waiting == 1 or entry.answer.done()):
-                del self._entries[key]
-            raise
-        finally:
-            entry.waiting -= 1
-            if not entry.waiting and not entry.answer.done():
-                entry.answer.cancel()
-
-
-log = logging.getLogger(__name__)
-_START_SECONDS = 30.0
-_CLIENT_CLOSED = 499
+        answer = self._answers.get(key)
+        if answer is None or (answer.done() and (answer.cancelled() or answer.exception())):
+            answer = self._answers[key] = asyncio.ensure_future(self._submit(prompt_ids, params))
+            if len(self._answers) > MOST:
+                self._answers.popitem(last=False)
+        self._answers.move_to_end(key)
+        return await asyncio.shield(answer)
 
 
 class SamplerServer:
-    """Serves `sampler` under `model_name`.
-
-    Args:
-        tool_call_parser: only 'hermes'.
-        api_key: when given, /v1 asks for it as a bearer token.
-        frozen: the sampler's weights never change, so greedy answers are remembered.
-    """
+    """Serves `sampler` under `model_name`. `api_key`: if given, /v1 asks for it as a bearer token;
+    `frozen`: the sampler's weights never change, so greedy answers are remembered."""
 
     def __init__(
         self,
@@ -110,8 +358,7 @@ class SamplerServer:
         frozen: bool = False,
     ) -> None:
         if tool_call_parser != "hermes":
-            where = "explorer.rollout_model.tool_call_parser"
-            fix = "tool_call_parser: hermes"
+            where, fix = "explorer.rollout_model.tool_call_parser", "tool_call_parser: hermes"
             title = "The tool-call parser is unknown"
             raise BadInput.of(title, where, "hermes", tool_call_parser, fix)
         self.sampler = sampler
@@ -132,20 +379,15 @@ class SamplerServer:
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=2,
-            # Clients keep idle connections between rollouts; closing one while it is being
-            # reused would fail that call.
-            timeout_keep_alive=600,
+            timeout_keep_alive=600,  # closing a connection while it is reused would fail that call
         )
         listener = bound_socket(self.host, 0)
         url = f"http://{self.host}:{listener.getsockname()[1]}"
         server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=server.run, args=([listener],), name="sampler-server", daemon=True
-        )
+        self._thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         self._thread.start()
-        deadline = time.monotonic() + _START_SECONDS
         while not server.started:
-            if not self._thread.is_alive() or time.monotonic() > deadline:
+            if not self._thread.is_alive():
                 raise RunFailed(f"the server on {url} did not start")
             time.sleep(0.01)
         self._server = server
@@ -178,7 +420,7 @@ class SamplerServer:
                 return _error(401, "wrong or missing API key", "invalid_api_key")
             try:
                 return await self._chat(request)
-            except (BadInput, ValidationError) as error:
+            except (BadInput, ValidationError, json.JSONDecodeError) as error:
                 long = "max_model_len" in str(error)
                 return _error(400, str(error), "context_length_exceeded" if long else None)
             except Exception as error:
@@ -193,11 +435,8 @@ class SamplerServer:
         return self.api_key is None or hmac.compare_digest(given.encode(), wanted.encode())
 
     async def _chat(self, request: Request) -> Response:
-        try:  # not by pydantic, which refuses half of a surrogate pair that a model can write
-            body = json.loads(await request.body())
-        except ValueError as error:
-            raise BadInput(f"The body is not JSON: {error}") from error
-        chat = ChatRequest.model_validate(body)
+        # Not by pydantic, which refuses half of a surrogate pair that a model can write.
+        chat = ChatRequest.model_validate(json.loads(await request.body()))
         chat.check()
         if chat.model not in (None, self.model_name):
             message = f"the model {chat.model!r} does not exist here; it is {self.model_name!r}"
@@ -219,11 +458,9 @@ class SamplerServer:
             if not answer.done():
                 answer.cancel()
         if not answer.done():
-            return Response(status_code=_CLIENT_CLOSED)
-        vocabulary = self.sampler.vocabulary
-        return JSONResponse(
-            chat_response(chat, self.model_name, prompt_ids, answer.result(), vocabulary)
-        )
+            return Response(status_code=499)  # nobody reads it
+        drawn, vocabulary = answer.result(), self.sampler.vocabulary
+        return JSONResponse(chat_response(chat, self.model_name, prompt_ids, drawn, vocabulary))
 
     def _render(self, chat: ChatRequest) -> list[int]:
         """The prompt's tokens, by the chat template. BadInput if it refuses the conversation."""
@@ -242,19 +479,17 @@ class SamplerServer:
         return ids
 
 
-_KINDS = {401: "authentication_error", 500: "server_error"}
-
-
 def _error(status: int, message: str, code: str | None = None) -> Response:
-    kind = _KINDS.get(status, "invalid_request_error")
+    kinds = {401: "authentication_error", 500: "server_error"}
+    kind = kinds.get(status, "invalid_request_error")
     error = {"message": message, "type": kind, "param": None, "code": code}
     return JSONResponse({"error": error}, status)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
     """A bound socket that names its protocol; port 0 takes a free one. RunFailed if it cannot be.
-    asyncio switches Nagle's algorithm off only for sockets that do; without it every answer on a
-    kept-alive connection waits 40 ms for the client's acknowledgement."""
+    asyncio switches Nagle's algorithm off only for sockets that do; else every answer on a
+    kept-alive connection waits 40 ms."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,13 +1,12 @@
 """One optimiser step at a time on the policy, without Ray and without Trinity.
 
-A step is given samples by group (all rollouts of one task), a loss over the log-probabilities of
-the *whole* train batch, and makes exactly the update of that loss, however the batch is split
-into micro-batches: the loss is called once per micro-batch on the full [B, R] matrix in which only
-the micro-batch's own rows carry a gradient; the other rows hold stand-ins (this step's values where
-known, the behaviour policy's elsewhere). For every loss that is a sum over sequences divided by
-something that depends on masks only, which all aggregation modes of Trinity are, the gradient of
-its rows does not depend on the stand-ins. A loss that couples rows (DPO's pairs) sets `per_group`
-and is called on one group at a time.
+A step takes samples by group (all rollouts of one task) and a loss over the log-probabilities of
+the *whole* train batch, and makes exactly the update of that loss, however the batch is split: the
+loss is called once per micro-batch on the full [B, R] matrix, in which only the micro-batch's rows
+carry a gradient and the others hold stand-ins (this step's values where known, the behaviour
+policy's elsewhere). If a loss is a sum over sequences divided by something that depends on masks
+only, as all aggregation modes of Trinity are, its gradient does not depend on the stand-ins. A loss
+that couples rows (DPO's pairs) sets `per_group` and is called on one group at a time.
 """
 
 from __future__ import annotations
@@ -34,15 +33,14 @@ from aflow_tune.engines.local.checkpoint import (
 )
 from aflow_tune.engines.local.lora import adapter_layers, adapter_state, inject
 from aflow_tune.engines.local.models import give_back, load_model
-from aflow_tune.engines.local.packed_model import PackedModel
-from aflow_tune.engines.local.packing import Sample, micro_batches
+from aflow_tune.engines.local.packed_model import PackedModel, Sample, micro_batches
 from aflow_tune.engines.local.weights import LoraSpec
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule: constant, linear or cosine after a linear warm-up, down to
-    `floor` times the peak. `total_steps` is needed by 'linear' and 'cosine' only."""
+    """A learning-rate schedule: constant, linear or cosine after a linear warm-up, down to `floor`
+    times the peak. `total_steps` is needed by 'linear' and 'cosine' only."""
 
     kind: str = "constant"
     peak: float = 1e-6
@@ -68,8 +66,7 @@ class Schedule:
 @dataclass(frozen=True)
 class TrainerSettings:
     """Everything that decides an update. `lora` None trains the full weights; `micro_batch_tokens`
-    counts packed tokens and bounds memory, never the result; log-probabilities are those of
-    softmax(logits / temperature); `grad_clip` 0 switches clipping off."""
+    counts packed tokens and bounds memory, never the result; `grad_clip` 0 is no clipping."""
 
     lora: LoraSpec | None = None
     schedule: Schedule = field(default_factory=Schedule)
@@ -86,9 +83,8 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class LossBatch:
-    """What a loss sees: B samples padded to R response columns, fp32, masks boolean. `extra` holds
-    the samples' own tensors, padded with zeros, [B, R] or [B]; `old_logprobs_BR` is None if any has
-    none."""
+    """What a loss sees: B samples padded to R response columns, fp32, masks boolean. `extra` has
+    the samples' own tensors, [B, R] or [B]; `old_logprobs_BR` is None if any sample has none."""
 
     logprobs_BR: Tensor
     action_mask_BR: Tensor
@@ -97,20 +93,17 @@ class LossBatch:
     extra: dict[str, Tensor]
 
     def rows(self, index: slice) -> LossBatch:
-        old, entropy = self.old_logprobs_BR, self.entropy_BR
-        return LossBatch(
-            self.logprobs_BR[index],
-            self.action_mask_BR[index],
-            None if old is None else old[index],
-            None if entropy is None else entropy[index],
-            {name: tensor[index] for name, tensor in self.extra.items()},
-        )
+        def part(it: Any) -> Any:
+            if isinstance(it, dict):
+                return {name: value[index] for name, value in it.items()}
+            return None if it is None else it[index]
+
+        return LossBatch(**{name: part(it) for name, it in vars(self).items()})
 
 
 class LossFn(Protocol):
-    """A loss over a train batch; see the module's docstring for the one thing it must keep.
-    `needs_entropy`: whether `entropy_BR` is filled, at the cost of another product with the output
-    head. `per_group`: call it on each group alone and average, instead of on the whole batch."""
+    """A loss over a train batch; see the module's docstring for what it must keep. `needs_entropy`:
+    whether `entropy_BR` is filled. `per_group`: call it on each group alone and average."""
 
     needs_entropy: bool
     per_group: bool
@@ -160,8 +153,8 @@ class LocalTrainer:
         )
 
     def step(self, groups: Sequence[Sequence[Sample]], loss: LossFn) -> dict[str, float]:
-        """One update on all `groups`; the loss's metrics and the step's own. ValueError if empty. A
-        gradient that is not finite changes nothing: the step is counted and skipped."""
+        """One update on all `groups`; the loss's metrics and the step's own. A gradient that is not
+        finite changes nothing: the step is counted and skipped."""
         metrics = self._step([group for group in groups if group], loss)
         give_back()  # here, where the tensors of the step are gone
         return metrics
@@ -169,8 +162,6 @@ class LocalTrainer:
     def _step(self, groups: Sequence[Sequence[Sample]], loss: LossFn) -> dict[str, float]:
         started = time.perf_counter()
         samples = [sample for group in groups for sample in group]
-        if not samples:
-            raise ValueError("a train batch without samples")
         stops = list(itertools.accumulate(len(group) for group in groups))
         spans = [slice(stop - len(group), stop) for group, stop in zip(groups, stops, strict=True)]
         batch = self.pad(samples, entropy=loss.needs_entropy)
@@ -196,15 +187,14 @@ class LocalTrainer:
         return metrics
 
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[Tensor]:
-        """fp32 log-probabilities [R] of each sample's scored tokens (0 elsewhere); `reference`: of
-        the model that training started from, with the adapter disabled or as a frozen copy."""
+        """fp32 log-probabilities [R] of each sample's scored tokens (0 elsewhere); `reference`: by
+        the model that training started from."""
         groups = [[i] for i in range(len(samples))]
         width = max((len(sample.action_mask_R) for sample in samples), default=0)
         out: list[Tensor] = [torch.empty(0)] * len(samples)
-        policy = self.policy
+        policy: Any = self.policy
         if reference and self.peft is None:
             self.keep_reference()
-            assert self._reference is not None
             policy = self._reference
         adapted = self.peft.disable_adapter() if reference and self.peft else nullcontext()
         with torch.no_grad(), adapted:
@@ -241,13 +231,12 @@ class LocalTrainer:
             row[sample.scored_columns()] = True
         have_old = all(sample.logprobs_R is not None for sample in samples)
         old_BR = rows((s.logprobs_R for s in samples), torch.float32) if have_old else None  # type: ignore[misc]
-        names = set.intersection(*(set(sample.extra) for sample in samples))
         extra = {}
-        for name in sorted(names):
+        for name in sorted(set.intersection(*(set(sample.extra) for sample in samples))):
             kind = samples[0].extra[name].dtype
             dtype = torch.float32 if kind.is_floating_point else kind
             extra[name] = rows((sample.extra[name] for sample in samples), dtype)
-        # Stand-ins for rows that are not computed yet; -1 where no behaviour policy is known.
+        # -1 where no behaviour policy is known.
         first = torch.full(mask_BR.shape, -1.0, device=device) if old_BR is None else old_BR.clone()
         entropy_BR = torch.zeros_like(first) if entropy else None
         return LossBatch(first, mask_BR, old_BR, entropy_BR, extra)
@@ -263,19 +252,17 @@ class LocalTrainer:
     ) -> None:
         """Add the gradient of the micro-batch `indices`, and fill its rows of `batch`."""
         rows = torch.tensor(indices, device=logprobs.device)
-        leaf = logprobs.detach().requires_grad_()
-        leaves, outputs = [leaf], [logprobs]
-        batch.logprobs_BR[rows] = leaf.detach()
-        with_grad = batch.logprobs_BR.index_put((rows,), leaf)
-        entropy_BR = None
+        outputs = {"logprobs_BR": logprobs}
         if entropy is not None:
-            entropy_leaf = entropy.detach().requires_grad_()
-            leaves.append(entropy_leaf)
-            outputs.append(entropy)
-            assert batch.entropy_BR is not None
-            batch.entropy_BR[rows] = entropy_leaf.detach()
-            entropy_BR = batch.entropy_BR.index_put((rows,), entropy_leaf)
-        seen = replace(batch, logprobs_BR=with_grad, entropy_BR=entropy_BR)
+            outputs["entropy_BR"] = entropy
+        leaves: list[Tensor] = []
+        changed: dict[str, Any] = {}
+        for name, output in outputs.items():
+            leaves.append(output.detach().requires_grad_())
+            whole: Tensor = getattr(batch, name)
+            whole[rows] = output.detach()
+            changed[name] = whole.index_put((rows,), leaves[-1])
+        seen = replace(batch, **changed)
         if loss.per_group:  # a micro-batch is a group
             value = loss(seen.rows(slice(indices[0], indices[-1] + 1)))[0] / groups
         else:
@@ -283,7 +270,7 @@ class LocalTrainer:
         if not value.requires_grad or not logprobs.requires_grad:
             return
         grads = torch.autograd.grad(value, leaves, allow_unused=True)
-        used = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
+        used = [(o, g) for o, g in zip(outputs.values(), grads, strict=True) if g is not None]
         torch.autograd.backward([o for o, _ in used], [g for _, g in used])
         # Gradients of bf16 weights move to their fp32 masters, so that sums stay exact.
         for name, param in self._params.items():
@@ -349,8 +336,7 @@ class LocalTrainer:
         write_checkpoint(Path(directory), tensors, state)
 
     def load(self, directory: Path | str) -> None:
-        """Continue from `save`. Raises CheckpointError if the files are damaged or belong to
-        another set of weights."""
+        """Continue from `save`. CheckpointError: files that are damaged or of other weights."""
         tensors, state = read_checkpoint(Path(directory), expected_weights=self._masters)
         with torch.no_grad():
             for name, master in self._masters.items():
@@ -368,9 +354,8 @@ class LocalTrainer:
         self.skipped_steps = int(state["skipped_steps"])
 
     def export_peft(self, directory: Path | str) -> None:
-        """A folder that `PeftModel.from_pretrained` loads. ValueError for full weights."""
-        if self.peft is None:
-            raise ValueError("full weights have no adapter to export; use export_merged")
+        """A folder that `PeftModel.from_pretrained` loads; full weights have no adapter."""
+        assert self.peft is not None
         write_peft(self.peft, self.model_path, Path(directory))
 
     def export_merged(self, directory: Path | str) -> None:

@@ -1,8 +1,5 @@
-"""The sampler's weights: a pristine model plus, perhaps, one adapter.
-
-An update is checked as a whole before it changes anything. The adapter is never added to the
-model's own tensors. PEFT, which takes seconds to import, is not needed here.
-"""
+"""The sampler's weights: a pristine model plus, perhaps, one adapter, which is never added to the
+model's own tensors. PEFT, which takes seconds to import, is not needed here."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from aflow_tune.errors import BadInput, Fault
+from aflow_tune.errors import BadInput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,8 +20,8 @@ _PREFIX = "lora."
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """What an adapter looks like. `target_modules`: 'all-linear' (every linear layer but the output
-    head), one module name, a regular expression as PEFT takes it, or a tuple of module names."""
+    """What an adapter looks like. `target_modules` as PEFT takes them: 'all-linear' (all but the
+    output head), a regular expression, or names."""
 
     rank: int
     alpha: float
@@ -45,8 +42,7 @@ class Weights:
 
     def load(self, state: Mapping[str, Tensor], lora: LoraSpec | None) -> None:
         """Take an adapter state (`lora.<module path>.A` and `.B`) or full parameters by name.
-        Raises BadInput: names or shapes that the model does not have, or an adapter without a
-        `LoraSpec`; nothing was changed."""
+        BadInput, and nothing changed: names or shapes that do not fit, or no `LoraSpec`."""
         adapter = {key: value for key, value in state.items() if key.startswith(_PREFIX)}
         if adapter and (lora is None or len(adapter) < len(state)):
             raise BadInput("The weight update is an adapter, mixed or without the sampler's lora=")
@@ -65,18 +61,12 @@ class Weights:
                         out_width, in_width = in_width, out_width
                     shapes[key] = (A_RI.shape[0], in_width)
                     shapes[f"{_PREFIX}{path}.B"] = (out_width, A_RI.shape[0])
-        faults = [
-            Fault(
-                name,
-                f"shape {shapes[name]}" if name in shapes else "a weight of the model",
-                f"shape {tuple(value.shape)}" if name in shapes else "no such parameter",
-                "build sampler and trainer from the same model and lora",
-            )
-            for name, value in state.items()
-            if shapes.get(name) != tuple(value.shape)
-        ]
-        if faults:
-            raise BadInput("The weight update does not fit the sampler's model", faults)
+        for name, value in state.items():
+            if shapes.get(name) != tuple(value.shape):
+                expected = f"shape {shapes[name]}" if name in shapes else "no such parameter"
+                title = "The weight update does not fit the sampler's model"
+                found, fix = f"shape {tuple(value.shape)}", "use one model and lora for both"
+                raise BadInput.of(title, name, expected, found, fix)
         self.adapter, self.scaling = adapter, lora.scaling if lora is not None else 0.0
         if not adapter:
             with torch.no_grad():
@@ -84,13 +74,13 @@ class Weights:
                     parameters[name].copy_(value)
 
     def effective(self, path: str) -> Tensor:
-        """The weight [out, in] of the linear layer at `path`, adapter included: summed in fp32 and
-        rounded once to the model's number format."""
+        """The weight [out, in] of the linear layer at `path`, adapter included."""
         weight: Tensor = self.model.get_submodule(path).weight
         return self.merged(path, weight)
 
     def merged(self, path: str, base: Tensor) -> Tensor:
-        """`base` + scaling B A of the current adapter, in the layout that `base` has."""
+        """`base` + scaling B A of the current adapter, in the layout that `base` has: summed in
+        fp32 and rounded once."""
         A_RI = self.adapter.get(f"{_PREFIX}{path}.A")
         if A_RI is None:
             return base

@@ -1,8 +1,7 @@
 """The whole run in one process, without Ray: it rolls out or reads a data set, trains, evaluates.
 
-Trinity's own runner, readers, pipeline and metric functions do the work, as in the split. Only what
-needs actors is replaced: `InlineRun` takes the place of Explorer, Trainer, Synchronizer and queue.
-`mode: train` (`sft`, `dpo`, `cpt`) takes its batches from Trinity's reader.
+Trinity's own runner, readers, pipeline and metric functions do the work; `InlineRun` replaces
+Explorer, Trainer, Synchronizer and queue. `mode: train` takes its batches from Trinity's reader.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class InlineRunner(WorkflowRunner):
 
 
 class InlineRollouts:
-    """A sampler, the auxiliary models and a runner; `prepare()` loads, `close()` frees them."""
+    """A sampler, the auxiliary models and a runner."""
 
     def __init__(self, config: AflowConfig) -> None:
         self.config = config
@@ -91,7 +90,7 @@ class InlineRollouts:
         self, tasks: list[Task], batch_id: int | str, repeat_times: int
     ) -> list[tuple[Status, bytes]]:
         """Run every task `repeat_times` times; results in the order of the tasks. Raises RunFailed:
-        a task failed outside of the user's function, which the adapter shields."""
+        a task failed outside of the user's function."""
         # As many tasks at once as keep every slot of the sampler busy.
         slots = asyncio.Semaphore(math.ceil(self.config.local.max_batch / max(1, repeat_times)))
 
@@ -128,9 +127,8 @@ class InlinePipeline(ExperiencePipeline):
         self.experiences: list[Experience] = []
 
     async def prepare(self) -> None:
-        self.operators = create_operators(
-            self.config.data_processor.experience_pipeline.operators, self.auxiliary_models
-        )
+        configured = self.config.data_processor.experience_pipeline.operators
+        self.operators = create_operators(configured, self.auxiliary_models)
         self._set_algorithm_operators(self.config.algorithm)
         for operator in self.operators:
             await operator.prepare()
@@ -140,8 +138,8 @@ class InlinePipeline(ExperiencePipeline):
 
 
 class InlineRun:
-    """Train, evaluate and save in turns until the step `target`, on the data set of `reader`, or on
-    rollouts. `phase` is told what is going on; `stop` asked between steps whether to stop."""
+    """Train, evaluate and save in turns until the step `target`, on the data set of `reader` or on
+    rollouts. `phase` is told what is going on; `stop` is asked between steps."""
 
     def __init__(
         self,
@@ -210,8 +208,7 @@ class InlineRun:
             except BudgetReached:
                 break
             except Exception:
-                # What was learned since the last save need not be learned again. If this fails
-                # as well, the first failure is the one to tell.
+                # What was learned is kept; if that fails too, the first failure is told.
                 if engine.train_step_num > 0:
                     with contextlib.suppress(Exception):
                         await engine.save_checkpoint(block_until_saved=True)
@@ -241,8 +238,7 @@ class InlineRun:
         sampler = self.rollouts.sampler
         started, totals = time.time(), sampler.stats()
         results = await self.rollouts.run_tasks(batch, step, self.config.algorithm.repeat_times)
-        payloads = [payload for _, payload in results if payload]
-        metrics = await self.pipeline.process_serialized_chunks(payloads)
+        metrics = await self.pipeline.process_serialized_chunks([it for _, it in results if it])
         self.taskset.feedback(metrics)
         metrics |= aggregate_metrics([status.metrics[0] for status, _ in results], prefix="rollout")
         metrics["explorer/time/wait_explore_step"] = time.time() - started
@@ -282,8 +278,8 @@ class InlineRun:
         return {"time/sync_weight": seconds, MISMATCH: mismatch}
 
     async def _evaluate(self, step: int) -> None:
-        """Run the held-out task sets with the current weights, unless that was done already. Raises
-        BudgetReached: a limit was reached; the evaluation does not count."""
+        """Run the held-out task sets with the current weights, unless that was done already.
+        BudgetReached: the evaluation does not count."""
         if self.rollouts is None or self._evaluated >= step:
             return
         metrics: dict[str, float] = {}
@@ -293,12 +289,10 @@ class InlineRun:
             forget_evaluation(taskset, step)
             tasks, batch_id = await read_all(taskset), f"{step}/{taskset.name}"
             results = await self.rollouts.run_tasks(tasks, batch_id, taskset.repeat_times)
-            metrics |= aggregate_eval_metrics(
-                [status.metrics[0] for status, _ in results],
-                prefix=f"eval/{taskset.name}",
-                detailed_stats=self.config.monitor.detailed_stats,
-            )
-            metrics[f"eval/{taskset.name}/finished_task_count"] = float(len(results))
+            found, prefix = [status.metrics[0] for status, _ in results], f"eval/{taskset.name}"
+            detailed = self.config.monitor.detailed_stats
+            metrics |= aggregate_eval_metrics(found, prefix=prefix, detailed_stats=detailed)
+            metrics[f"{prefix}/finished_task_count"] = float(len(results))
             stop_at_limit(self.config)
         if metrics:
             metrics["time/eval"] = time.time() - started

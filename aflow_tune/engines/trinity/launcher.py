@@ -1,12 +1,8 @@
 """A run on Ray: explorer and trainer of the local engine, or Trinity's own stage runner.
 
-`run_split` drives the two actors of the local engine. Unlike upstream's launcher it awaits the
-trainer's first weights before the explorer's, ends on the first error with its cause, and turns
-Ctrl-C and SIGTERM into a saved state.
-
-`run_cluster` (`engine: trinity`) leaves vLLM and verl to Trinity's stage runner. A failed stage is
-an error here, its actors are ours (`our_actors`), and the explorer gets the time that its last
-evaluation takes.
+`run_split` drives the two actors of the local engine, ends on the first error with its cause, and
+turns Ctrl-C and SIGTERM into a saved state. `run_cluster` (`engine: trinity`) leaves vLLM and verl
+to Trinity's stage runner, with actors of ours and time for the last evaluation.
 """
 
 from __future__ import annotations
@@ -22,15 +18,12 @@ import ray
 
 from aflow_tune.cluster.ray_for_run import ray_for_run
 from aflow_tune.config.load import AflowConfig
-from aflow_tune.engines.trinity.rollout.explorer import LocalExplorer
-from aflow_tune.engines.trinity.training.run_state import is_evaluated
+from aflow_tune.engines.trinity.rollout import explorer as ours
 from aflow_tune.engines.trinity.training.trainer import LocalTrainActor
 from aflow_tune.errors import AflowTuneError, BudgetReached, RunFailed, disk_fault
 
-STOP_SECONDS = 180.0
-"""How long a stop waits for the trainer's step under way and its checkpoint."""
+STOP_SECONDS = 180.0  # how long a stop waits for the step under way and its checkpoint
 _POLL_SECONDS = 0.5
-
 Functions = Sequence[Callable[..., Any] | None]
 
 
@@ -41,14 +34,9 @@ def run_split(
     phase: Callable[[str], None],
     stop: Callable[[], bool],
 ) -> int:
-    """Train through explorer and trainer actors; returns the step that was reached.
-
-    `phase` is told in words what is going on; `stop` asked twice a second whether to save and stop.
-
-    Raises:
-        BadInput: there is no Ray that can be used, or the functions cannot be sent.
-        RunFailed: either side failed; the message is its first cause.
-    """
+    """Train through explorer and trainer actors; returns the step that was reached. `phase` is told
+    what is going on; `stop` asked twice a second whether to save and stop. Raises BadInput: no Ray
+    can be used, or the functions cannot be sent; RunFailed: either side failed, with its cause."""
     # Spinning OpenMP threads of one actor would take the cores from the other.
     passive = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
     with ray_for_run(config, functions, {**config.get_envs(), **passive}, phase):
@@ -62,7 +50,7 @@ def _split(
     config: AflowConfig, target: int, phase: Callable[[str], None], stop: Callable[[], bool]
 ) -> int:
     phase("starting explorer and trainer")
-    explorer, trainer = LocalExplorer.get_actor(config), LocalTrainActor.get_actor(config)
+    explorer, trainer = ours.LocalExplorer.get_actor(config), LocalTrainActor.get_actor(config)
     _wait([explorer.prepare.remote(), trainer.prepare.remote()])
     _wait([trainer.sync_weight.remote()])
     _wait([explorer.sync_weight.remote()])
@@ -125,13 +113,7 @@ def _cause(error: Any) -> Exception:
 def run_cluster(
     config: AflowConfig, functions: Functions, target: int, phase: Callable[[str], None]
 ) -> int:
-    """Run one stage by Trinity's stage runner; returns the step reached. Says so if the last
-    evaluation did not come to its end.
-
-    Raises:
-        BadInput: there is no Ray that can be used, or the functions cannot be sent.
-        RunFailed: the stage failed; its traceback is in the message.
-    """
+    """Run one stage by Trinity's stage runner; returns the step reached. Raises as `run_split`."""
     from trinity.cli.launcher import run_stage
 
     init, shutdown, wait = ray.init, ray.shutdown, ray.wait
@@ -143,9 +125,9 @@ def run_cluster(
     with ray_for_run(config, functions, config.get_envs(), phase):
         phase(f"running on Trinity's engines, target step {target}")
         with our_actors(config):
-            # It begins with `ray.init()`, which would replace the handler that saves on SIGTERM,
-            # ends with `ray.shutdown()`, over whose connection we still clear away, and gives the
-            # explorer 5 s after the trainer's end, which cuts the last evaluation off.
+            # Its `ray.init()` would replace the handler that saves on SIGTERM, its
+            # `ray.shutdown()` cut the connection over which we clear away, and its wait of 5 s
+            # after the trainer's end the last evaluation.
             ray.init = ray.shutdown = lambda *_, **__: None
             ray.wait = patient
             try:
@@ -155,38 +137,26 @@ def run_cluster(
     if not status.success:
         detail = status.error.traceback_text if status.error else "no cause was given"
         raise RunFailed(f"Trinity's stage {status.stage!r} failed:\n{detail}")
-    run_dir = Path(config.checkpoint_job_dir)
-    state = run_dir / f"{config.trainer.name}_meta.json"
+    state = Path(config.checkpoint_job_dir) / f"{config.trainer.name}_meta.json"
     if not state.exists():
         return 0
-    reached = int(json.loads(state.read_text(encoding="utf-8"))["latest_iteration"])
-    held_out = [taskset.name for taskset in config.buffer.explorer_input.eval_tasksets]
-    evaluates = config.mode != "train" and reached >= target
-    if evaluates and not is_evaluated(run_dir, reached, held_out):
-        print(
-            f"warning: the last evaluation is incomplete: that of step {reached} did not end on "
-            f"every held-out task set ({', '.join(held_out)}). The weights are saved; "
-            "`aflow-tune eval` measures them.",
-            flush=True,
-        )
-    return reached
+    return int(json.loads(state.read_text(encoding="utf-8"))["latest_iteration"])
 
 
 @contextlib.contextmanager
 def our_actors(config: AflowConfig) -> Iterator[None]:
     """For the length of the block Trinity's launcher makes our explorer and trainer. Ray must be
-    joined. Raises RunFailed if the cluster has no room for a run on one GPU."""
+    joined. RunFailed: the cluster has no room for a run on one GPU."""
     from trinity.explorer import explorer
     from trinity.trainer import trainer
 
-    from aflow_tune.engines.trinity.rollout import vllm_explorer
-    from aflow_tune.engines.trinity.training.verl_trainer import VerlTrainer
+    from aflow_tune.engines.trinity.training.trainer import VerlTrainer
 
     classes = explorer.Explorer, trainer.Trainer
-    explorer.Explorer, trainer.Trainer = vllm_explorer.VllmExplorer, VerlTrainer
-    if config.mode == vllm_explorer.ONE_GPU_MODE:
-        vllm_explorer.share_the_gpu(config)
-        explorer.Explorer = vllm_explorer.OneGpuExplorer
+    explorer.Explorer, trainer.Trainer = ours.VllmExplorer, VerlTrainer
+    if config.mode == ours.ONE_GPU_MODE:
+        ours.share_the_gpu(config)
+        explorer.Explorer = ours.OneGpuExplorer
     try:
         yield
     finally:

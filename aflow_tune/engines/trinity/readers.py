@@ -3,10 +3,9 @@
 `RowsReader` reads rows as they are (Trinity's own table has one type a column), `MixReader` batches
 of several task sets by exact shares; `FixedSample` selects a part of a task set for evaluations.
 
-`Experiences` reads the data set of `mode: train` by Trinity's reader and formatters. Every row is
-formatted once before anything is trained, so that one the chat template cannot render is named with
-its place; on the local engine rows longer than `model.max_model_len` are left out and named, where
-Trinity would keep them (cutting would teach answers without end).
+`Experiences` reads the data set of `mode: train`, by Trinity's reader and formatters. Rows that the
+chat template refuses are named before anything is trained; on the local engine rows longer than
+`model.max_model_len` are left out and named (cutting would teach answers without end).
 """
 
 from __future__ import annotations
@@ -82,12 +81,9 @@ class _PlainRows(TaskFileReader):
 
 
 class MixReader(FileReader):
-    """Batches of a mix. `path` is a file that `tasksets.merge_mix` wrote.
-
-    Its state is the number of tasks that it has handed out. It ends after `total_steps` batches, or
-    after as many as the rows of all task sets together make in `total_epochs`. Raises ValueError: a
-    row belongs to no source of the mix.
-    """
+    """Batches of a mix; `path` is a file that `tasksets.merge_mix` wrote. It ends after
+    `total_steps` batches, or as many as the rows of all task sets make in `total_epochs`. Raises
+    ValueError: a row belongs to no source of the mix."""
 
     def __init__(self, config: StorageConfig) -> None:
         content = json.loads(Path(str(config.path)).read_text(encoding="utf-8"))
@@ -131,8 +127,6 @@ class MixReader(FileReader):
 
     def _read_sync(self, batch_size: int | None = None, **kwargs: Any) -> list[Task]:
         number = self._taken // self._batch_size
-        if batch_size not in (None, self._batch_size):
-            raise ValueError(f"a mix is read in batches of {self._batch_size}, not {batch_size}")
         if number >= self._batches:
             raise StopIteration
         tasks: list[Task] = []
@@ -179,8 +173,8 @@ def materialise_experiences(config: AflowConfig) -> None:
 
 class Experiences(ExperienceFileReader):
     """The rows of at most `longest` tokens (None: of any length), in Trinity's batches; `left_out`
-    holds the places of the others, `file:line` if `places` are known. Raises BadInput: rows that
-    the formatter refuses, or no rows that fit."""
+    has the `places` of the others. Raises BadInput: rows that the formatter refuses, or none fit.
+    """
 
     def __init__(self, config: StorageConfig, places: list[str], longest: int | None) -> None:
         self.left_out: list[str] = []
@@ -194,13 +188,14 @@ class Experiences(ExperienceFileReader):
         kept, faults = [], []
         for number in range(len(rows)):
             same = len(self._places) == len(rows)
-            place = self._places[number] if same else f"{self.name} row {number}"
+            place, fix = f"{self.name} row {number}", "correct or remove this row"
+            if same:
+                place = self._places[number]
             try:
                 experience = formatter.format(rows[number])
             except Exception as error:
                 # Templates and tokenizers raise what they like; each time it is this row's fault.
                 found = f"{type(error).__name__}: {error}"
-                fix = "correct or remove this row"
                 faults.append(Fault(place, "a row that the chat template renders", found, fix))
                 continue
             answers = [len(experience.tokens) - experience.prompt_length]
@@ -208,7 +203,6 @@ class Experiences(ExperienceFileReader):
                 answers = [len(experience.chosen), len(experience.rejected)]
             length = experience.prompt_length + max(answers)
             if min(answers) < 1:
-                fix = "write the answer, or remove this row"
                 faults.append(Fault(place, "an answer to learn", "none", fix))
             elif self._longest is not None and length > self._longest:
                 self.left_out.append(f"{place} ({length} tokens)")
@@ -238,30 +232,25 @@ def open_experiences(config: AflowConfig) -> Experiences:
     """The reader of a prepared configuration's data set, at its first row. Raises BadInput for rows
     that cannot be learned from, RunFailed if Hugging Face `datasets` cannot read the files."""
     buffer = experience_buffer(config)
-    if buffer is None:
-        raise ValueError("only `mode: train` reads a data set")
-    located = locate(config, buffer)
-    files = [file.resolve() for file in located.files]  # not the links, which are ours
+    assert buffer is not None
+    files = [file.resolve() for file in locate(config, buffer).files]  # not the links
     table = read_table(str(buffer.path), files, whole=True) if files else None
-    storage = replace(
-        buffer.to_storage_config(), tokenizer_path=str(resolve_model(config.model.model_path))
-    )
+    model = str(resolve_model(config.model.model_path))
+    storage = replace(buffer.to_storage_config(), tokenizer_path=model)
     longest = config.model.max_model_len if config.engine == "local" else None
     try:
         return Experiences(storage, table.places if table else [], longest)
+    except BadInput:
+        raise
     except (OSError, ValueError, DatasetsError) as error:
-        if isinstance(error, BadInput):
-            raise
         raise RunFailed(f"the data set {buffer.path} cannot be read: {error}") from error
 
 
 def left_out_warning(reader: Experiences, config: AflowConfig) -> str | None:
     """What to say about the rows that did not fit."""
-    count = len(reader.left_out)
-    if not count:
+    if not (count := len(reader.left_out)):
         return None
-    shown = ", ".join(reader.left_out[:_NAMED]) + (", ..." if count > _NAMED else "")
     return (
         f"{count} of {count + len(reader)} rows are longer than model.max_model_len "
-        f"({config.model.max_model_len}) and are left out: {shown}"
+        f"({config.model.max_model_len}) and are left out: {', '.join(reader.left_out[:_NAMED])}"
     )

@@ -1,13 +1,11 @@
 """Our Trinity workflow: runs the user's function and turns what it did into experiences.
 
-Trinity loads `WorkflowAdapter` by its dotted path and makes one instance for each rollout. A
-rollout that fails is data: it returns one marked placeholder, which `RunFilter` takes out before
-advantages are computed. Recording calls is left to `recording.py`.
+Trinity makes one `WorkflowAdapter` for each rollout. A rollout that fails is data: it returns one
+marked placeholder, which `RunFilter` takes out. Recording calls is left to `recording.py`.
 
-User code may block: `time.sleep`, a slow library call, an endless loop. So every rollout has a
-thread and an event loop of its own, for which the runner waits with a limit. A thread inside a C
-function cannot be ended: it is abandoned as a daemon, and told to stop when it executes Python
-code again.
+User code may block, so every rollout has a thread and an event loop of its own, for which the
+runner waits with a limit. A thread inside a C function cannot be ended: it is abandoned as a
+daemon, and told to stop when it executes Python code again.
 """
 
 from __future__ import annotations
@@ -57,20 +55,15 @@ T = TypeVar("T")
 Function = Callable[..., Any]
 
 DEFAULT_MAX_TOKENS = 4096
-MAX_DETAIL = 8000
-"""Characters of a traceback that are kept, from its end."""
-GRACE_SECONDS = 1.0
-"""How long a rollout may take to answer after its time is up, before it counts as blocked."""
-MAX_BLOCKING_CALLS = 32
-"""Calls of `asyncio.to_thread` that one rollout works on at once; further ones wait."""
+MAX_DETAIL = 8000  # characters of a traceback that are kept, from its end
+GRACE_SECONDS = 1.0  # for a rollout to answer after its time is up; else it counts as blocked
+MAX_BLOCKING_CALLS = 32  # calls of `asyncio.to_thread` of one rollout at once; others wait
 _NOTHING_TRAINED = (
-    "the workflow made no call that can be trained: each of its calls sets temperature, top_p, "
-    "top_k, min_p, a penalty or logit_bias, and the trainer cannot reproduce their probabilities. "
-    "Leave them to the configuration (model.temperature)."
+    "the workflow made no call that can be trained: each changes temperature, top_p or another "
+    "sampling argument. Leave them to the configuration (model.temperature)."
 )
 
-_said: set[str] = set()
-"""Warnings that this process has given; each is given once, not once a rollout."""
+_said: set[str] = set()  # warnings that this process has given: once, not once a rollout
 
 
 @dataclass(frozen=True)
@@ -80,37 +73,23 @@ class RolloutSettings:
     workflow_func: Function
     """The workflow, or how it travels to another process (`cluster/sent_function.py`)."""
     judge_func: Function | None = None
-    run_timeout: float = 300.0
-    """Seconds that a rollout may take."""
+    run_timeout: float = 300.0  # seconds that a rollout may take
     seed: int = 0
     system_prompt: str | None = None
     rewards: Any = None
     sandbox: str = "auto"
     prompts: Mapping[str, Any] = field(default_factory=dict)
-    spend: RunSpend | None = None
-    """The run's models and budget."""
-    run_dir: str | None = None
-    """Gets what workflows keep of training rollouts; None: nothing is kept."""
-    eval_dir: str | None = None
-    """Gets the records of evaluations; None: none are written."""
-    score: str = "reward"
-    """What evaluation counts: the reward, or a metric that the workflow records."""
-    transcripts: int = 0
-    """How many items of a held-out task set keep their transcripts."""
-    cache: str | None = None
-    """Folder of other models' answers, for evaluations."""
-    first_run: int = 0
-    """The number of the first rollout that is made from a task object."""
+    spend: RunSpend | None = None  # the run's models and budget
+    run_dir: str | None = None  # gets what workflows keep of training rollouts
+    eval_dir: str | None = None  # gets the records of evaluations
+    score: str = "reward"  # what evaluation counts: the reward, or a recorded metric
+    transcripts: int = 0  # how many items of a held-out task set keep theirs
+    cache: str | None = None  # folder of other models' answers, for evaluations
+    first_run: int = 0  # the number of the first rollout made from a task object
 
     @classmethod
     def of(cls, workflow_args: Mapping[str, Any]) -> RolloutSettings:
-        """The settings of a task; entries of Trinity's or of a YAML's own are passed over.
-
-        Raises:
-            ValueError: there is no workflow function.
-        """
-        if not callable(workflow_args.get("workflow_func")):
-            raise ValueError("workflow_args.workflow_func holds no workflow function")
+        """The settings of a task; entries of Trinity's or of a YAML's own are passed over."""
         given = {item.name: workflow_args.get(item.name) for item in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
@@ -123,29 +102,27 @@ def adapter_arguments(
     eval_dir: Path,
     run_dir: Path | None = None,
 ) -> dict[str, Any]:
-    """The `workflow_args` of a run or an evaluation: the same wherever a workflow is measured."""
+    """The `workflow_args` of a run or an evaluation."""
     sent, sent_judge = send(workflow, judge)
-    assert sent is not None
-    settings = RolloutSettings(
-        workflow_func=sent,
-        judge_func=sent_judge,
-        run_timeout=config.rollout.run_timeout,
-        seed=config.seed,
-        system_prompt=config.rollout.system_prompt,
-        rewards=config.rewards,
-        sandbox=config.sandbox,
-        prompts=config.prompts,
-        spend=spend,
-        run_dir=None if run_dir is None else str(run_dir),
-        eval_dir=str(eval_dir),
-        score=config.report.score,
-        transcripts=config.report.transcripts,
-    )
-    return dict(vars(settings))
+    return {
+        "workflow_func": sent,
+        "judge_func": sent_judge,
+        "run_timeout": config.rollout.run_timeout,
+        "seed": config.seed,
+        "system_prompt": config.rollout.system_prompt,
+        "rewards": config.rewards,
+        "sandbox": config.sandbox,
+        "prompts": config.prompts,
+        "spend": spend,
+        "run_dir": None if run_dir is None else str(run_dir),
+        "eval_dir": str(eval_dir),
+        "score": config.report.score,
+        "transcripts": config.report.transcripts,
+    }
 
 
-class BadReward(Exception):
-    """A rollout returned something that is no reward; `kind` says what."""
+class Failed(Exception):
+    """A rollout exceeded its time, exited, or returned no reward; `kind` says which."""
 
     def __init__(self, kind: Failure, detail: str) -> None:
         super().__init__(detail)
@@ -163,24 +140,19 @@ class Outcome:
 
 
 class WorkflowAdapter(Workflow):
-    """Gives the function a recording model, a time-out and a thread of its own. What the rollout
-    noted in its trace becomes metrics beside the workflow's own."""
+    """Gives the function a recording model, a time-out and a thread of its own."""
 
     is_async: bool = True
     can_repeat: bool = False
     can_reset: bool = False
 
     def __init__(
-        self,
-        *,
-        task: Task,
-        model: ModelWrapper,
-        auxiliary_models: list[ModelWrapper] | None = None,
+        self, *, task: Task, model: ModelWrapper, auxiliary_models: list[ModelWrapper] | None = None
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
         self.settings = RolloutSettings.of(task.workflow_args)
-        # Trinity creates the rollouts of a task in order, from one task object, and tells them
-        # nothing about it. A retry works on a fresh copy, which counts from zero again.
+        # Trinity creates the rollouts of a task in order, from one task object; a retry works on a
+        # fresh copy, which counts from zero again.
         count = task.__dict__.setdefault("_aflow_runs", itertools.count())
         self.run_index: int = next(count) + self.settings.first_run
         self.seed = self._rollout_seed()
@@ -201,7 +173,6 @@ class WorkflowAdapter(Workflow):
         )
         cache: Any = contextlib.nullcontext()
         if settings.cache is not None and self.task.is_eval:
-            # Each repetition of an evaluation has answers of its own.
             cache = ResponseCache(settings.cache).activate(sample=self.run_index)
         try:
             with use_policy(settings.sandbox), use_prompts(settings.prompts), cache:
@@ -225,26 +196,23 @@ class WorkflowAdapter(Workflow):
                 self._keep_record(outcome, context, calls, time.monotonic() - started)
             trained = calls
         elif context.kept and settings.run_dir:
-            rollout = Rollout(
-                step=int(self.task.batch_id),
-                task=int(self.task.task_id),
-                run=self.run_index,
-                reward=outcome.reward,
-                failure=outcome.failure.value if outcome.failure else None,
-                kept=dict(context.kept),
-            )
+            ids = int(self.task.batch_id), int(self.task.task_id), self.run_index
+            failure = outcome.failure.value if outcome.failure else None
+            rollout = Rollout(*ids, outcome.reward, failure, dict(context.kept))
             self._keep(append_rollout, settings.run_dir, rollout)
         if outcome.failure is not None or outcome.reward is None:
             return [_placeholder(outcome)]
         experiences = _experiences(trained, outcome.reward)
         # On a rollout's last experience its metrics reach Trinity's curves.
-        experiences[-1].metrics = _metrics(outcome, calls, len(calls) - len(trained))
-        if len(trained) < len(calls):
-            self._say_once(
-                "off policy",
-                "Calls that change temperature, top_p or another sampling argument are answered "
-                "but not trained: see the metric untrained_calls.",
-            )
+        answers = [experience for call in calls for experience in call.experiences]
+        experiences[-1].metrics = {
+            **outcome.metrics,
+            "reward": outcome.reward,
+            "calls": float(len(calls)),
+            "untrained_calls": float(len(calls) - len(trained)),
+            "response_tokens": float(sum(map(recording.response_length, answers))),
+            "response_truncated": float(sum(it.truncate_status is not None for it in answers)),
+        }
         return experiences
 
     async def _call_user(
@@ -270,10 +238,8 @@ class WorkflowAdapter(Workflow):
             # A `WorkflowOutput`, ours or AgentScope's, or else the reward itself.
             if not all(hasattr(output, name) for name in ("reward", "response", "metrics")):
                 if judge is not None:
-                    raise TypeError(
-                        "a judge function scores the response of a WorkflowOutput, but the "
-                        f"workflow returned {type(output).__name__}"
-                    )
+                    found = type(output).__name__
+                    raise TypeError(f"a judge function needs a WorkflowOutput, not {found}")
                 return as_reward(output, "the workflow"), {}
             self._response = output.response
             metrics = as_metrics(output.metrics, "the workflow")
@@ -292,15 +258,13 @@ class WorkflowAdapter(Workflow):
             "max_tokens": rollout.max_tokens or model.get("max_tokens") or DEFAULT_MAX_TOKENS,
             "logprobs": True,
             "top_logprobs": rollout.logprobs,
+            "extra_body": {"top_k": rollout.top_k} if (rollout.top_k or 0) > 0 else None,
         }
-        if rollout.top_k and rollout.top_k > 0:
-            kwargs["extra_body"] = {"top_k": rollout.top_k}
         return {name: value for name, value in kwargs.items() if value is not None}
 
     def _rollout_seed(self) -> str:
-        """Root of the seeds of this rollout's calls, the same whenever it is repeated. Evaluations
-        leave the step out, and count items by their rows: before and after training they draw the
-        same random numbers, so that a difference is due to the weights."""
+        """Root of the seeds of this rollout's calls. Evaluations leave the step out and count items
+        by their rows: all draw the same random numbers, so a difference is due to the weights."""
         task = self.task
         batch, number = task.batch_id, task.task_id
         if task.is_eval:
@@ -308,9 +272,8 @@ class WorkflowAdapter(Workflow):
             number = task.index.get("index", number)
         seed = f"{self.settings.seed}|{batch}|{number}|{self.run_index}"
         if task.repeat_times and task.rollout_args.n < task.repeat_times:
-            # Trinity shared the rollouts of this task out to several runners
-            # (`max_repeat_times_per_runner`), and each counts from zero: equal seeds would make
-            # equal rollouts, so these are not reproducible.
+            # Several runners share the task (`max_repeat_times_per_runner`), and each counts from
+            # zero: equal seeds would make equal rollouts, so these are not reproducible.
             seed += f"|{task.__dict__.setdefault('_aflow_salt', uuid.uuid4().hex)}"
         return seed
 
@@ -321,11 +284,8 @@ class WorkflowAdapter(Workflow):
         if outcome.failure is None:
             score = {**outcome.metrics, "reward": outcome.reward}.get(settings.score)
             if score is None:
-                self._say_once(
-                    f"score {settings.score}",
-                    f"report.score is {settings.score!r}, but the workflow did not record it (it "
-                    f"recorded {sorted(outcome.metrics)}): the evaluation has no score.",
-                )
+                recorded = f"the workflow recorded {sorted(outcome.metrics)}"
+                self._say_once("score", f"no score: report.score {settings.score!r}, {recorded}")
         step, _, taskset = str(self.task.batch_id).partition("/")
         item = int(self.task.index.get("index", self.task.task_id))
         transcript = list(map(recording.transcript_entry, calls))
@@ -352,8 +312,7 @@ class WorkflowAdapter(Workflow):
         self._keep(append_record, str(settings.eval_dir), record)
 
     def _keep(self, append: Callable[[Path, Any], None], folder: str, record: Any) -> None:
-        """Append a record; a full disk must not cost the rollout."""
-        try:
+        try:  # a full disk must not cost the rollout
             append(Path(folder), record)
         except OSError as error:
             self._say_once("records", f"Records cannot be written, the report lacks them: {error}")
@@ -365,8 +324,8 @@ class WorkflowAdapter(Workflow):
 
 
 def _experiences(calls: list[RecordedCall], reward: float) -> list[Experience]:
-    """One experience for each choice of each call; `eid.step` counts the calls. If any call was
-    given a step reward, a last one without gets the returned reward."""
+    """One experience for each choice of each call; `eid.step` counts the calls. If any call has a
+    step reward, a last one without gets the returned reward."""
     experiences = []
     any_step_reward = any(call.note.step_reward is not None for call in calls)
     for step, call in enumerate(calls):
@@ -384,20 +343,8 @@ def _experiences(calls: list[RecordedCall], reward: float) -> list[Experience]:
     return experiences
 
 
-def _metrics(outcome: Outcome, calls: list[RecordedCall], untrained: int) -> dict[str, float]:
-    answers = [experience for call in calls for experience in call.experiences]
-    return {
-        **outcome.metrics,
-        "reward": float(outcome.reward or 0.0),
-        "calls": float(len(calls)),
-        "untrained_calls": float(untrained),
-        "response_tokens": float(sum(recording.response_length(answer) for answer in answers)),
-        "response_truncated": float(sum(answer.truncate_status is not None for answer in answers)),
-    }
-
-
 def _placeholder(outcome: Outcome) -> Experience:
-    """Stands for a failed rollout until `RunFilter` has counted it; has no trainable token."""
+    """Stands for a failed rollout until `RunFilter` has counted it."""
     kind = (outcome.failure or Failure.RETURNED_NONE).value
     return Experience(
         tokens=torch.zeros(2, dtype=torch.int32),
@@ -411,8 +358,8 @@ def _placeholder(outcome: Outcome) -> Experience:
 
 
 def _wanted(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the optional arguments that the function's signature asks for, unless a partial has
-    bound them, or they are not configured (None) and the function has a default."""
+    """The optional arguments that the function asks for, unless a partial has bound them, or they
+    are not configured (None) and the function has a default."""
     bound = function.keywords if isinstance(function, functools.partial) else {}
     parameters = inspect.signature(function).parameters
     return {
@@ -425,22 +372,22 @@ def _wanted(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_reward(value: Any, who: str) -> float:
-    """A reward as a finite float; scalars of numpy and torch, Decimals and bools are numbers.
-    Raises BadReward: None, not a number, or not finite; `who` is named in the message."""
+    """A reward of `who` as a finite float; scalars of numpy and torch, Decimals and bools are
+    numbers. Raises Failed: None, not a number, or not finite."""
     if value is None:
-        raise BadReward(Failure.RETURNED_NONE, f"{who} returned None as the reward")
+        raise Failed(Failure.RETURNED_NONE, f"{who} returned None as the reward")
     number = value
     with contextlib.suppress(AttributeError, RuntimeError, ValueError, TypeError):
         number = value.item()  # numpy and torch, if it is one element
     if not isinstance(number, numbers.Real | Decimal):
         found = f"{who} returned no number but {type(value).__name__}: {value!r:.200}"
-        raise BadReward(Failure.NOT_A_NUMBER, found)
+        raise Failed(Failure.NOT_A_NUMBER, found)
     try:
         reward = float(number)
     except OverflowError:
         reward = math.inf
     if not math.isfinite(reward):
-        raise BadReward(Failure.NOT_FINITE, f"{who} returned {reward} as the reward")
+        raise Failed(Failure.NOT_FINITE, f"{who} returned {reward} as the reward")
     return reward
 
 
@@ -450,54 +397,27 @@ def as_metrics(metrics: Mapping[str, Any] | None, who: str) -> dict[str, float]:
     for name, value in (metrics or {}).items():
         try:
             checked[str(name)] = as_reward(value, who)
-        except BadReward:
-            raise ValueError(
-                f"{who} gave the metric {name!r} the value {value!r:.200}, not a finite number"
-            ) from None
+        except Failed:
+            told = f"{who} gave the metric {name!r} no finite number: {value!r:.200}"
+            raise ValueError(told) from None
     return checked
 
 
 def _failed(error: Exception) -> Outcome:
-    if isinstance(error, BadReward):
+    if isinstance(error, Failed):
         return Outcome(failure=error.kind, detail=str(error))
-    if isinstance(error, TimedOut):
-        # Where the rollout was when its time was up, innermost frame last.
-        ours = [i for i, frame in enumerate(error.stack) if frame.filename == __file__]
-        frames = error.stack[ours[-1] + 1 :] if ours else error.stack
-        listed = "".join(traceback.StackSummary.from_list(frames[-5:]).format()).rstrip()
-        kind = Failure.BLOCKED_LOOP if isinstance(error, Blocked) else Failure.TIMED_OUT
-        detail = f"{error}; it was at\n{listed}" if frames else str(error)
-        return Outcome(failure=kind, detail=detail)
-    raised = error.error if isinstance(error, Escaped) else error
-    # The traceback from the user's function on, without the frames that lead to it.
+    return Outcome(failure=Failure.RAISED, detail=_traceback(error))
+
+
+def _traceback(raised: BaseException) -> str:
+    """From the user's function on, without the frames that lead to it."""
     trace, start = raised.__traceback__, raised.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == __file__:
             start = trace.tb_next
         trace = trace.tb_next
     lines = traceback.format_exception(type(raised), raised, start or raised.__traceback__)
-    return Outcome(failure=Failure.RAISED, detail="".join(lines).rstrip()[-MAX_DETAIL:])
-
-
-class TimedOut(Exception):
-    """The rollout exceeded its time while its event loop was alive; `stack` is where it was."""
-
-    def __init__(self, message: str, stack: traceback.StackSummary) -> None:
-        super().__init__(message)
-        self.stack = stack
-
-
-class Blocked(TimedOut):
-    """The rollout exceeded its time and its event loop does not answer."""
-
-
-class Escaped(Exception):
-    """Holds what a rollout raised that is no `Exception`, such as SystemExit or a cancellation:
-    raised as itself it would end the runner."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(f"{type(error).__name__}: {error}")
-        self.error = error
+    return "".join(lines).rstrip()[-MAX_DETAIL:]
 
 
 class RolloutThread(Generic[T]):
@@ -519,45 +439,51 @@ class RolloutThread(Generic[T]):
         self._thread.start()
 
     async def result(self, seconds: float) -> T:
-        """The coroutine's result, or the `Exception` that it raised.
-
-        Raises:
-            TimedOut: it took longer than `seconds`; it was cancelled.
-            Blocked: it took longer and cannot be cancelled; its thread is abandoned.
-            Escaped: it raised something that is no `Exception`.
-        """
+        """The coroutine's result, or the `Exception` that it raised. Failed: it raised another
+        exception, or took longer than `seconds`."""
         try:
-            finished, _ = await asyncio.wait([self._done], timeout=seconds)
-            if finished:
+            if (await asyncio.wait([self._done], timeout=seconds))[0]:
                 return self._done.result()
-            answered: asyncio.Future[None] = self._runner_loop.create_future()
-
-            def cancel() -> None:
-                _call(self._runner_loop, answered.cancel)
-                self._task.cancel()
-
-            _call(self._loop, cancel)
-            waiting: list[asyncio.Future[Any]] = [answered, self._done]
-            await asyncio.wait(waiting, timeout=GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if not (answered.done() or self._done.done()):
-                # A frame must not be kept: it keeps every local variable of the rollout alive.
-                stack = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))
-                raise Blocked(f"its event loop does not answer after {seconds:g} s", stack)
-            await asyncio.wait([self._done], timeout=GRACE_SECONDS)
-            error = self._done.exception() if self._done.done() else None
-            cause = error.error if isinstance(error, Escaped) else error
-            stack = traceback.extract_tb(cause.__traceback__ if cause else None)
-            raise TimedOut(f"not finished after {seconds:g} s", stack)
-        except (asyncio.CancelledError, TimedOut):
+            overdue = await self._cancel(seconds)
+        except asyncio.CancelledError:
             self._abandon()
             raise
+        self._abandon()
+        raise overdue
+
+    async def _cancel(self, seconds: float) -> Failed:
+        answered: asyncio.Future[None] = self._runner_loop.create_future()
+
+        def cancel() -> None:
+            _call(self._runner_loop, answered.cancel)
+            self._task.cancel()
+
+        _call(self._loop, cancel)
+        waiting: list[asyncio.Future[Any]] = [answered, self._done]
+        await asyncio.wait(waiting, timeout=GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if answered.done() or self._done.done():
+            await asyncio.wait([self._done], timeout=GRACE_SECONDS)
+            error = self._done.exception() if self._done.done() else None
+            stack = traceback.extract_tb(error.__traceback__ if error else None)
+            kind, detail = Failure.TIMED_OUT, f"not finished after {seconds:g} s"
+        else:
+            # A frame must not be kept: it keeps every local variable of the rollout alive.
+            stack = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))
+            kind, detail = Failure.BLOCKED_LOOP, f"its event loop is blocked after {seconds:g} s"
+        ours = [i for i, frame in enumerate(stack) if frame.filename == __file__]
+        frames = stack[ours[-1] + 1 :] if ours else stack
+        listed = "".join(traceback.StackSummary.from_list(frames[-5:]).format()).rstrip()
+        return Failed(kind, f"{detail}; it was at\n{listed}" if frames else detail)
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._finish(self._loop.run_until_complete(self._task), None)
-        except BaseException as error:
+        except Exception as error:
             self._finish(None, error)
+        except BaseException as error:  # such as SystemExit: as itself it would end the runner
+            told = Failed(Failure.RAISED, _traceback(error))
+            self._finish(None, told.with_traceback(error.__traceback__))
         finally:
             try:
                 with contextlib.suppress(RuntimeError):  # `_abandon` may stop the loop meanwhile
@@ -574,21 +500,18 @@ class RolloutThread(Generic[T]):
             finally:
                 self._loop.close()
 
-    def _finish(self, value: T | None, error: BaseException | None) -> None:
-        """Tell the runner; what the rollout left behind is cleaned up after that."""
-
+    def _finish(self, value: T | None, error: Exception | None) -> None:
         def deliver() -> None:
             if self._given_up or self._done.done():
                 return
             if error is None:
                 self._done.set_result(value)  # type: ignore[arg-type]
             else:
-                self._done.set_exception(error if isinstance(error, Exception) else Escaped(error))
+                self._done.set_exception(error)
 
         _call(self._runner_loop, deliver)
 
     def _abandon(self) -> None:
-        """Stop waiting; end the thread if anything can."""
         self._given_up = True
         _call(self._loop, self._loop.stop)
         for thread in [*self._executor.running, self._thread]:
@@ -604,8 +527,8 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> None:
 
 
 class _DaemonExecutor(ThreadPoolExecutor):
-    """What `asyncio.to_thread` uses in a rollout: a daemon thread for each call. The threads of the
-    standard executor are joined when the process ends: one that hangs would keep it alive."""
+    """What `asyncio.to_thread` uses in a rollout: a daemon thread for each call. The standard
+    executor's are joined when the process ends: one that hangs would keep it alive."""
 
     def __init__(self) -> None:
         super().__init__(max_workers=1)  # never used: `submit` below starts the threads

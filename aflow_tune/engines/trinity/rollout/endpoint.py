@@ -115,16 +115,15 @@ def check_endpoint(url: str, models: list[str], key_variable: str | None) -> Non
             raise refused("a server that answers", found, fix) from error
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             found = "no key was sent" if key == "EMPTY" else "the key was refused"
-            name = key_variable or "OPENAI_API_KEY"
-            fix = f"export {name}=... and name that variable: --key-variable {name}"
+            fix = "export it, and name its variable: --key-variable OPENAI_API_KEY"
             raise refused("a key that the server takes", found, fix) from error
         except (openai.OpenAIError, ValueError, AttributeError, TypeError):
             return
     missing = [name for name in models if name not in served]
     if served and missing:
-        shown = ", ".join(served[:8]) + (" ..." if len(served) > 8 else "")
         where, fix = f"--model {' '.join(missing)}", f"--model {served[0]}"
-        raise refused(f"a model that {url} serves", f"it serves {shown}", fix, where)
+        found = f"it serves {', '.join(served[:8])}"
+        raise refused(f"a model that {url} serves", found, fix, where)
 
 
 def _experiences(response: Any) -> list[Experience]:

@@ -1,23 +1,20 @@
 """Trinity's Explorer, with the sync check, and on the local engine.
 
 `CheckedExplorer` asks its samplers after every sync whether they have the trainer's weights
-(`training/sync_check.py`), on both engines. What else differs on the local engine:
-
-- rollout models are our sampler actors instead of vLLM's (`LocalAllocator`);
-- all workflow runners are one process: their methods are asynchronous, so one actor serves every
-  slot of the scheduler and saves half a gigabyte and five seconds for each further one;
-- an error ends the run with its cause instead of being logged and forgotten;
-- an evaluation follows the weights of its step, and the last weights are always evaluated;
-- the task set's position is saved before a step's tasks are submitted, so that a resumed run can
-  go back to the step of whichever checkpoint survived.
+(`training/sync_check.py`). On the local engine one asynchronous process serves all slots of the
+scheduler. On both an error ends the run instead of being logged and forgotten, an evaluation
+follows the weights of its step, the last weights are always evaluated, and the task set's position
+is saved with each step, so that a run can resume from whichever checkpoint survived.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import time
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from trinity.buffer.operators.experience_operator import ensure_v1_operator
 from trinity.common.config import Config, InferenceModelConfig
 from trinity.common.constants import RunningStatus
-from trinity.common.models.allocator import Allocator
+from trinity.common.models.allocator import Allocator, BundleResult
 from trinity.common.models.model import ModelWrapper
 from trinity.explorer.explorer import Explorer
 from trinity.explorer.rollout_coordinator import RolloutCoordinator
@@ -50,17 +47,15 @@ from aflow_tune.engines.trinity.training.sync_check import SyncCheck, is_checked
 from aflow_tune.errors import BudgetReached, RunFailed
 from aflow_tune.report.quantities import MISMATCH
 
-MAX_CONCURRENCY = 1000
-"""Calls that one asynchronous actor of ours serves at once (Ray's own default)."""
-SILENT_SECONDS = 60.0
-"""A runner process that answers nothing for so long counts as dead."""
-GARBAGE = 10_000
-"""New objects between two looks of the runner's garbage collector; Python's own default is 700."""
+MAX_CONCURRENCY = 1000  # calls that one asynchronous actor serves at once (Ray's own default)
+SILENT_SECONDS = 60.0  # a runner process that answers nothing for so long counts as dead
+ONE_GPU_MODE = "colocate"
+CPUS = 5
+"""Of `colocate`: three that verl reserves beside a GPU, one for the sampler, one for all others."""
+_LAST_SECONDS, _FREE_SECONDS, _POLL_SECONDS = 30.0, 60.0, 0.5
 
 
 class CheckedExplorer(Explorer):
-    """`sixteen_bit`: whether sampler or trainer compute in bf16 or fp16."""
-
     def __init__(self, config: Config, sixteen_bit: bool) -> None:
         super().__init__(config)
         self.model_version: int = -1
@@ -72,8 +67,7 @@ class CheckedExplorer(Explorer):
     async def explore_step(self) -> bool:
         if self._failure is not None:  # the watcher of a fully asynchronous run only logged it
             raise self._failure
-        went_on: bool = await super().explore_step()
-        return went_on
+        return bool(await super().explore_step())
 
     async def _pull_latest_weights(self) -> None:
         await super()._pull_latest_weights()
@@ -92,16 +86,15 @@ class CheckedExplorer(Explorer):
         self._checked = version
         timeout = float(config.synchronizer.sync_timeout)
         try:
-            tokens, trainer = await asyncio.to_thread(
-                published, config.ray_namespace, version, timeout
-            )
+            asked = config.ray_namespace, version, timeout
+            tokens, trainer = await asyncio.to_thread(published, *asked)
             actors: list[Any] = [wrapper.model for wrapper in self.models]
-            temperature = config.model.temperature
-            scores = [actor.served_logprobs.remote(tokens, temperature) for actor in actors]
-            mismatch = max(
-                check.compare(version, sampler, trainer)
-                for check, sampler in zip(self._checks, await asyncio.gather(*scores), strict=True)
+            heat = config.model.temperature
+            scores = await asyncio.gather(
+                *(it.served_logprobs.remote(tokens, heat) for it in actors)
             )
+            pairs = zip(self._checks, scores, strict=True)
+            mismatch = max(check.compare(version, score, trainer) for check, score in pairs)
         except Exception as error:
             self._failure = error
             raise
@@ -113,14 +106,10 @@ class LocalAllocator(Allocator):
     async def create_engine(
         self, config: InferenceModelConfig, role: str, engine_id: int
     ) -> ModelWrapper:
-        engine_config = deepcopy(config)
-        engine_config.engine_id = engine_id
         name = self.get_actor_name(role, engine_id, 0)
-        engine_config.ray_actor_name = name
-        place = PlacementGroupSchedulingStrategy(
-            placement_group=self.pg,
-            placement_group_bundle_index=self.bundle_result.actor_bundle_map[name],
-        )
+        engine_config = replace(deepcopy(config), engine_id=engine_id, ray_actor_name=name)
+        bundle = self.bundle_result.actor_bundle_map[name]
+        place = PlacementGroupSchedulingStrategy(self.pg, placement_group_bundle_index=bundle)
         options = _options(config, name=name, scheduling_strategy=place)
         actor = ray.remote(LocalRolloutModel).options(**options).remote(config=engine_config)
         await actor.prepare.remote()
@@ -140,11 +129,10 @@ class LocalRunner(WorkflowRunner):
 
     async def prepare(self) -> None:
         load_agentscope()
-        # What was imported stays: without it, and with fewer looks, collecting garbage stops the
-        # rollouts of this process for a shorter time.
+        # Fewer looks, and none at what was imported: collecting garbage stops the rollouts.
         gc.freeze()
         gc.enable()
-        gc.set_threshold(GARBAGE)
+        gc.set_threshold(10_000)
         for wrapper in (self.model_wrapper, *self.auxiliary_model_wrappers):
             wrapper._api_key = await wrapper.model.get_api_key.remote()
         await super().prepare()
@@ -165,8 +153,8 @@ class SharedRunner(RunnerWrapper):
     async def run_with_retry(
         self, task: TaskWrapper, repeat_times: int, *args: Any, **kwargs: Any
     ) -> tuple[Status, bytes, int, float]:
-        """A task whose process died is run again in the next process, with the same seeds. The
-        metric `process_died:sum` counts that."""
+        """A task whose process died runs again in the next one, with the same seeds. The metric
+        `process_died:sum` counts that."""
         died = 0
         while True:
             try:
@@ -180,25 +168,20 @@ class SharedRunner(RunnerWrapper):
                 status = Status(0, repeat_times, metrics=[], message=str(error))
                 result = status, b"", self.runner_id, 0.0
             died += 1
+            told = f"the process that runs workflows died (batch {task.batch_id}, {died} in a row)"
             if died > self.retry_times:
                 self._scheduler.given_up = (
-                    f"the process that runs workflows died {died} times in a row in step "
-                    f"{task.batch_id}: killed, out of memory, or ended by what a workflow calls "
-                    "(os._exit, a crash in C code); the run's log folder has what it printed"
+                    f"{told}: killed, out of memory, or ended by what a workflow calls (os._exit, "
+                    "a crash in C code); the run's log folder has what it printed"
                 )
                 break
-            self.logger.warning(
-                "the process that runs workflows died; task %s of batch %s runs again in a new one",
-                task.task.task_id,
-                task.batch_id,
-            )
+            self.logger.warning(f"{told}; task {task.task.task_id} runs again in a new one")
         if died:
             result[0].metrics.append({"process_died:sum": float(died)})
         return result
 
     async def restart_runner(self) -> None:
-        """Upstream ends the process of a task that was given up. Ours runs other tasks too, and
-        ends only if it is dead or answers nothing."""
+        """Upstream ends the process of a task that was given up; ours runs other tasks too."""
         if not await _lives(self.runner):
             await self._scheduler.replace_process(self.runner)
 
@@ -212,8 +195,8 @@ async def _lives(actor: Any) -> bool:
 
 
 class SharedScheduler(Scheduler):
-    """All workflows run in one process. If it has died (killed, out of memory), the first slot that
-    notices starts the next one."""
+    """All workflows run in one process. If it has died, the first slot that notices starts the next
+    one. `given_up`: why no other is started any more."""
 
     kind: type[LocalRunner] = LocalRunner
 
@@ -221,7 +204,6 @@ class SharedScheduler(Scheduler):
         super().__init__(config)
         self.process: Any = None
         self.given_up = ""
-        """Why no other process is started any more."""
         self._turn = asyncio.Lock()
 
     async def replace_process(self, old: Any) -> None:
@@ -239,13 +221,7 @@ class SharedScheduler(Scheduler):
 
     async def _create_runner(self, runner_id: int) -> None:
         await self.replace_process(None)
-        self.runners[runner_id] = SharedRunner(
-            runner_id=runner_id,
-            rollout_model_id=0,
-            auxiliary_model_ids=[],
-            config=self.config,
-            scheduler=self,
-        )
+        self.runners[runner_id] = SharedRunner(runner_id, 0, [], self.config, scheduler=self)
         self.idle_runners.add(runner_id)
 
     async def drain_batch_payload_results(
@@ -270,9 +246,8 @@ class LocalCoordinator(RolloutCoordinator):
 
     async def close_pipeline(self) -> None:
         """Release the experience buffer: readers stop once they took what is in it."""
-        if self.experience_pipeline is not None:
-            await self.experience_pipeline.close()
-            self.experience_pipeline = None
+        await self.experience_pipeline.close()
+        self.experience_pipeline = None
 
     @classmethod
     def get_actor(cls, config: Config) -> Any:
@@ -303,8 +278,8 @@ class LocalExplorer(CheckedExplorer):
         await self.synchronizer.set_explorer_status.remote(RunningStatus.RUNNING)
 
     async def explore(self) -> str:
-        """Roll out, wait for the trainer's weights, evaluate; until the tasks are used up. Returns
-        the explorer's name, as upstream does. Raises whatever a step raised."""
+        """Roll out, wait for the trainer's weights, evaluate; until the tasks are used up. Raises
+        whatever a step raised."""
         spent: BudgetReached | None = None
         try:
             step, startup = self.explore_step_num, self.config.explorer.eval_on_startup
@@ -353,12 +328,8 @@ class LocalExplorer(CheckedExplorer):
         self.explore_step_num += 1
         save_taskset_state(self.run_dir, self.explore_step_num, self.taskset.state_dict())
         self.explore_start_time = self.explore_start_time or time.time()
-        await self.rollout_coordinator.submit_batch.remote(
-            batch_id=self.explore_step_num,
-            tasks=tasks,
-            batch_type="train",
-            min_wait_num=self.min_wait_num,
-        )
+        submit, step = self.rollout_coordinator.submit_batch.remote, self.explore_step_num
+        await submit(batch_id=step, tasks=tasks, batch_type="train", min_wait_num=self.min_wait_num)
         return True
 
     async def _finish_explore_step(self, step: int) -> None:
@@ -372,22 +343,23 @@ class LocalExplorer(CheckedExplorer):
     async def _finish_eval_step(self, step: int | None = None, prefix: str = "eval") -> None:
         """As upstream's; an evaluation in which the budget ended is not logged as made."""
         monitor: Any = self.monitor
-        held: list[tuple[dict[str, Any], int]] = []
-        self.monitor = SimpleNamespace(log=lambda data, step: held.append((data, step)))
+
+        def log(metrics: dict[str, Any], step: int) -> None:
+            stop_at_limit(self.config)
+            monitor.log(metrics, step)
+
+        self.monitor = SimpleNamespace(log=log)
         try:
             await super()._finish_eval_step(step, prefix)
         finally:
             self.monitor = monitor
-        stop_at_limit(self.config)
-        for metrics, at in held:
-            monitor.log(metrics, at)
 
     async def _evaluate(self) -> None:
         """Evaluate the current weights on the held-out task sets and wait for the result."""
         step, inputs = self.explore_step_num, self.config.buffer.explorer_input
-        for taskset in inputs.eval_tasksets:
-            forget_evaluation(taskset, step)
         whole = inputs.eval_tasksets
+        for taskset in whole:
+            forget_evaluation(taskset, step)
         inputs.eval_tasksets = quick_tasksets(self.config, step)
         try:
             await self.eval()
@@ -396,8 +368,111 @@ class LocalExplorer(CheckedExplorer):
         await self._finish_eval_step(step=step)
         self._last_evaluated = step
 
-    async def shutdown(self) -> None:
-        if self.rollout_coordinator is not None:
-            await self.rollout_coordinator.shutdown.remote()
-            self.rollout_coordinator = None
-        await super().shutdown()
+
+class VllmExplorer(CheckedExplorer):
+    """Trinity's explorer over `VllmSampler`s."""
+
+    def __init__(self, config: Config) -> None:
+        from trinity.common.models import vllm_model
+
+        from aflow_tune.engines.trinity.rollout.vllm_sampler import VllmSampler
+
+        # Trinity's allocator asks that module for the class of its actors, in this process.
+        vllm_model.vLLMRolloutModel = VllmSampler
+        super().__init__(config, _computes_in_16_bits(config))
+
+    async def explore(self) -> str:
+        """Roll out, sync, evaluate, until the tasks are used up. Raises what a step raised."""
+        while await self.explore_step():
+            if await self.need_sync():
+                await self.sync_weight()
+            if self.need_eval():
+                await self.finish_current_steps()
+                await self.eval()
+                await self._finish_eval_step(step=self.explore_step_num)
+        return str(self.config.explorer.name)
+
+    async def explore_step(self) -> bool:
+        went_on = await super().explore_step()
+        if went_on:
+            state, folder = self.taskset.state_dict(), Path(self.config.checkpoint_job_dir)
+            save_taskset_state(folder, self.explore_step_num, state)
+        return went_on
+
+    async def _pull_latest_weights(self) -> None:
+        """As upstream's, and the last ones too: the trainer says that it has stopped, which ends
+        upstream's wait, a moment before its last checkpoint."""
+        before, deadline = self.model_version, time.monotonic() + _LAST_SECONDS
+        await super()._pull_latest_weights()
+        while self._is_last() and self.model_version == before and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
+            if await self.synchronizer.get_latest_model_version.remote() > before:
+                await super()._pull_latest_weights()
+
+    def need_eval(self) -> bool:
+        return self._is_last() or super().need_eval()
+
+    def _is_last(self) -> bool:
+        return bool(self.explore_step_num == self.config.trainer.total_steps)
+
+
+def _computes_in_16_bits(config: Config) -> bool:
+    """Whether sampler or trainer do. verl's autocast does unless told otherwise, and it sends full
+    weights in bf16 whatever it is told."""
+    if config.explorer.rollout_model.dtype != "float32" or config.model.lora_configs is None:
+        return True
+    settings: Any = config.trainer.trainer_config or {}
+    settings = settings.get("actor_rollout_ref") or settings
+    for name in ("actor", "fsdp_config", "mixed_precision"):
+        settings = settings.get(name) or {}
+    return settings.get("param_dtype", "bf16") not in ("fp32", "float32")
+
+
+class OneGpuAllocator(Allocator):
+    """For a sampler on the trainer's GPU (`mode: colocate`; Trinity's own waits for ever, its issue
+    602): reserves a processor of that node and no GPU, and the sampler is told which to use."""
+
+    def allocate_bundles(self) -> BundleResult:
+        result = super().allocate_bundles()
+        node = next(it for it in ray.nodes() if it["Alive"] and it["Resources"].get("GPU"))
+        for bundle in result.bundles:
+            bundle.pop("GPU")
+            # Every node has 1 of a resource with its own name: only to be placed there.
+            bundle[f"node:{node['NodeManagerAddress']}"] = 0.001
+        return result
+
+    async def create_engine(
+        self, config: InferenceModelConfig, role: str, engine_id: int
+    ) -> ModelWrapper:
+        return await super().create_engine(replace(config, gpu_per_engine=0), role, engine_id)
+
+
+class OneGpuExplorer(VllmExplorer):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.model_allocator = OneGpuAllocator(config.explorer)
+
+
+def share_the_gpu(config: Config) -> None:
+    """Tell the sampler which GPU the trainer will get; Ray must be running. RunFailed: the cluster
+    has too few processors, or not one GPU, or it is not free."""
+    resources = ray.cluster_resources()
+    cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
+    if gpus != 1 or cpus < CPUS:
+        raise RunFailed(
+            f"`mode: colocate` needs a Ray cluster with one GPU and {CPUS} processors, not "
+            f"{gpus:g} and {cpus:g}. Use `mode: both` on two GPUs, let the run see one "
+            "(`physical_gpus: [0]`), or name in cluster.ray_address what this starts: "
+            f"`CUDA_VISIBLE_DEVICES=0 ray start --head --num-gpus=1 --num-cpus={CPUS}`"
+        )
+    on_gpu = ray.remote(num_gpus=1, num_cpus=0, max_retries=0)
+    reference = on_gpu(lambda: os.environ.get("CUDA_VISIBLE_DEVICES", "")).remote()
+    if not ray.wait([reference], timeout=_FREE_SECONDS)[0]:
+        ray.cancel(reference, force=True)
+        held = f"the GPU of the Ray cluster is in use after {_FREE_SECONDS:.0f} s"
+        raise RunFailed(f"{held}: another run holds it (see `ray status`)")
+    config.explorer.rollout_model.cuda_visible_devices = ray.get(reference)
+    deadline = time.monotonic() + _FREE_SECONDS
+    # verl looks at what is available once, and gives up if the GPU is not back yet.
+    while ray.available_resources().get("GPU", 0) < 1 and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)

@@ -7,65 +7,44 @@ in a fixed order; `AnchorRate` measures GiGPO's states; `StepStamp`, the last on
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from typing import Any
 
 from trinity.algorithm.sample_strategy.sample_strategy import DefaultSampleStrategy
 from trinity.algorithm.sample_strategy.utils import representative_sample
 from trinity.buffer.operators.experience_operator import ExperienceOperator
 from trinity.common.experience import Experience
-from trinity.utils.log import get_logger
 
 from aflow_tune.errors import BudgetReached, RunFailed
 from aflow_tune.types import Failure
 
 # Keys of `Experience.info`.
-FAILURE_KEY = "aflow/failure"
-"""Marks a placeholder; the value is a `Failure`'s."""
-TRACE_KEY = "aflow/traceback"
-"""Of a placeholder: why the rollout failed, in words."""
+FAILURE_KEY = "aflow/failure"  # marks a placeholder; the value is a `Failure`'s
+TRACE_KEY = "aflow/traceback"  # of a placeholder: why the rollout failed, in words
 CALLER_KEY = "caller"
-STATE_KEY = "env_state_hash"
-"""What Trinity's GiGPO groups steps by."""
-STEP_REWARD_KEY = "step_reward"
-"""Where Trinity's GiGPO reads rewards of single steps from."""
-STEP_SIZE_KEY = "step_experiences"
-"""How many experiences of the same explorer step were kept."""
-
-ANCHOR_LOW, ANCHOR_STEPS = 0.2, 3
-"""A share of calls that is low, and for how many steps in a row before it is said."""
+STATE_KEY = "env_state_hash"  # what Trinity's GiGPO groups steps by
+STEP_REWARD_KEY = "step_reward"  # where Trinity's GiGPO reads rewards of single steps from
+STEP_SIZE_KEY = "step_experiences"  # how many experiences of the same explorer step were kept
 
 Processed = tuple[list[Experience], dict[str, float]]
 
 
 class RunFilter(ExperienceOperator):
-    """Keeps the experiences of rollouts that succeeded, ordered by task, rollout and step.
-
-    A rollout whose whole group failed but for itself is taken out too, unless nothing else is left
-    of the step: without a second one there is no baseline, and Trinity's group advantages would
-    take its raw reward for one. A step with a larger share of failed rollouts than
-    `max_failed_fraction` ends training.
-    """
+    """Keeps the experiences of rollouts that succeeded, ordered by task, rollout and step. The only
+    one left of its group is taken out too, unless nothing else is left of the step: Trinity would
+    take its raw reward for an advantage. More than `max_failed_fraction` failed end training."""
 
     def __init__(self, max_failed_fraction: float = 1.0) -> None:
-        if not 0.0 <= max_failed_fraction <= 1.0:
-            raise ValueError(
-                f"rollout.max_failed_fraction is a share from 0 to 1, not {max_failed_fraction}"
-            )
         self.max_failed_fraction = max_failed_fraction
         self._lowest = float("inf")
         self._highest = float("-inf")
 
     def process(self, exps: list[Experience]) -> Processed:
-        """The surviving experiences and `group/failed_runs`, `group/lone_runs` (taken out for want
-        of a group), and the shares of task groups by their rewards: `group/frac_mixed` (they
-        differ), `group/frac_all_best` and `group/frac_all_worst` (all alike, in the upper or lower
-        half of the rewards seen in this training).
-
-        Raises:
-            RunFailed: no rollout is left, or too many failed; with the first traceback.
-            BudgetReached: the budget ended in this step, which is then not trained.
-        """
+        """The surviving experiences, `group/failed_runs`, `group/lone_runs` (taken out for want of
+        a group), and the shares of task groups by their rewards: `group/frac_mixed` (they differ),
+        `group/frac_all_best` and `group/frac_all_worst` (all alike, in the upper or lower half of
+        the rewards seen in this training). Raises RunFailed: no rollout is left, or too many
+        failed, with the first traceback; BudgetReached: this step is not trained."""
         failed = [exp for exp in exps if FAILURE_KEY in exp.info]
         kept = [exp for exp in exps if FAILURE_KEY not in exp.info]
         succeeded = len({exp.eid.rid for exp in kept})
@@ -78,10 +57,9 @@ class RunFilter(ExperienceOperator):
         if not kept or len(failed) > self.max_failed_fraction * total:
             kinds = Counter(str(exp.info[FAILURE_KEY]) for exp in failed)
             listed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-            share = f"more than {self.max_failed_fraction:.0%} of the rollouts" if kept else ""
             raise RunFailed(
-                f"{share or 'every rollout'} of a step failed ({len(failed)} of {total}: {listed})."
-                f" The first:\n{failed[0].info[TRACE_KEY]}"
+                f"too many rollouts of a step failed ({len(failed)} of {total}: {listed}). "
+                f"The first:\n{failed[0].info[TRACE_KEY]}"
             )
         rewards: dict[str, dict[str, float]] = defaultdict(dict)
         for exp in kept:
@@ -109,17 +87,9 @@ class RunFilter(ExperienceOperator):
 
 
 class AnchorRate(ExperienceOperator):
-    """Logs how often GiGPO finds another rollout in the same state; changes no experience.
-
-    GiGPO compares the calls that different rollouts made in one anchor state (`STATE_KEY`); if
-    nearly all are alone in theirs, it quietly is plain GRPO. Trinity's own
-    `gigpo/anchor_group_hit_ratio` also counts one rollout that meets a state twice. The first call
-    of a rollout nearly always meets the others, so the warning looks at later ones.
-    """
-
-    def __init__(self) -> None:
-        self._rates: deque[float] = deque(maxlen=ANCHOR_STEPS)
-        self._said = False
+    """Logs how often GiGPO finds another rollout in the same anchor state (`STATE_KEY`): if nearly
+    never, it quietly is plain GRPO. Trinity's own `gigpo/anchor_group_hit_ratio` also counts one
+    rollout that meets a state twice."""
 
     def process(self, exps: list[Experience]) -> Processed:
         """The same experiences, and the shares of calls whose state another rollout met as well:
@@ -132,22 +102,10 @@ class AnchorRate(ExperienceOperator):
             if STATE_KEY in exp.info:
                 rollouts[exp.info[STATE_KEY]].add(exp.eid.rid)
         hits = [len(rollouts.get(exp.info.get(STATE_KEY, ""), ())) > 1 for exp in exps]
-        name = "gigpo/anchor_hit_rate"
-        metrics = {name: sum(hits) / len(exps)}
+        metrics = {"gigpo/anchor_hit_rate": sum(hits) / len(exps)}
         later = [hit for hit, exp in zip(hits, exps, strict=True) if exp.eid.step > 0]
         if later:
-            name = "gigpo/anchor_hit_rate_later"
-            metrics[name] = sum(later) / len(later)
-        self._rates.append(metrics[name])
-        if not self._said and len(self._rates) == ANCHOR_STEPS and max(self._rates) < ANCHOR_LOW:
-            self._said = True
-            shown = ", ".join(f"{rate:.2f}" for rate in self._rates)
-            get_logger(__name__).warning(
-                f"{name} is {shown} in the last {ANCHOR_STEPS} steps: few calls are made in a "
-                "state that another rollout of the step met too, so GiGPO works like GRPO. Name "
-                "coarser states with `state_key(...)`, raise `algorithm.repeat_times`, or use "
-                "`algorithm_type: multi_step_grpo`."
-            )
+            metrics["gigpo/anchor_hit_rate_later"] = sum(later) / len(later)
         return exps, metrics
 
 
@@ -159,9 +117,8 @@ class StepStamp(ExperienceOperator):
         operators before it left nothing."""
         if not exps:
             raise RunFailed(
-                "the experience pipeline left nothing of a step to train on: look at "
-                "`data_processor.experience_pipeline.operators` and at a `std_threshold` in "
-                "`algorithm.advantage_fn_args`"
+                "the operators or a `std_threshold` left nothing of a step to train on: see "
+                "`data_processor.experience_pipeline.operators`, `algorithm.advantage_fn_args`"
             )
         for exp in exps:
             exp.info[STEP_SIZE_KEY] = len(exps)
@@ -169,9 +126,8 @@ class StepStamp(ExperienceOperator):
 
 
 class WholeStepSampleStrategy(DefaultSampleStrategy):
-    """Every train step consumes the experiences of exactly one explorer step. Trinity's default
-    counts experiences, that is model calls, whose number is not known beforehand. This reads one
-    experience, then the rest of its step, by the number stamped on it."""
+    """Every train step consumes exactly one explorer step: this reads one experience, then as many
+    as its stamp says. Trinity's default counts experiences, whose number nobody knows before."""
 
     async def sample(
         self, step: int, **kwargs: Any

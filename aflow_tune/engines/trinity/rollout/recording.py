@@ -1,13 +1,12 @@
 """The chat model that a workflow gets: AgentScope's class over a client that records.
 
 Each call is noted when it starts, with its caller and state, and keeps its own experiences, so
-that attribution and order are right under `asyncio.gather`. The real client lives in the
-runner's event loop and keeps its connections; calls are handed to it from the rollout's own loop.
+that attribution and order are right under `asyncio.gather`. The real client lives in the runner's
+event loop; calls are handed to it from the rollout's own.
 
-Every choice of a call with `n > 1` is an experience of the same step. Streams are refused: they
-carry no token ids. What the user passes to a call wins over the configuration; a call that is
-sampled otherwise is answered but marked `off_policy`, since the trainer could not reproduce its
-log-probabilities.
+Streams are refused: they carry no token ids. What the user passes to a call wins over the
+configuration; a call that is sampled otherwise is answered but marked `off_policy`, since the
+trainer could not reproduce its log-probabilities.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ if TYPE_CHECKING:
 
 _DISTRIBUTION_KEYS = ["top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"]
 _DISTRIBUTION_KEYS += ["repetition_penalty", "logit_bias"]
-"""Arguments, beside the temperature, that change what is sampled: only the configured values match
-the trainer."""
+"""Arguments, beside the temperature, that change what is sampled."""
 _NO_EFFECT = {"top_k": (0, -1), "top_p": (1, 1.0), "repetition_penalty": (1, 1.0)}
-"""Values, beside None, zero and the empty ones, that switch such an argument off."""
-_RANDOM_IDS = ("id", "tool_call_id")
-"""Keys of messages that differ in every rollout although the state is the same."""
+"""Values, beside None, zero and empty ones, that switch such an argument off."""
+_RANDOM_IDS = ("id", "tool_call_id")  # keys of messages that differ in the same state
 
 
 @dataclass
 class RecordedCall:
-    """One model call: its note, what was asked, and an experience for each choice."""
+    """One model call: its note, what was asked, and an experience for each choice. `tools`: `name`
+    and `arguments` (JSON text) of the first choice's calls; `counted`: whether the server said how
+    many tokens it read and drew."""
 
     note: CallNote
     messages: list[dict[str, Any]]
@@ -57,9 +56,7 @@ class RecordedCall:
     off_policy: bool
     experiences: list[Experience] = field(default_factory=list)
     tools: list[dict[str, str]] = field(default_factory=list)
-    """Tool calls of the first choice: `name` and `arguments`, as JSON text."""
     counted: bool = True
-    """Whether the server said how many tokens it read and drew."""
 
 
 @dataclass(eq=False)
@@ -72,12 +69,9 @@ class RecordingClient:
 
 
 class RolloutRecorder:
-    """Everything that one rollout asks the model that is being tuned.
-
-    Made in the runner's event loop, in which the client of `source` works. `task_id` is unique in
-    its batch; `seed` the root of the seeds of its calls, None leaves them to the server;
-    `generate_kwargs` are the configured arguments of a call.
-    """
+    """Everything that one rollout asks the model that is being tuned. Made in the event loop of
+    `source`'s client. `task_id` is unique in its batch; `seed`: root of the seeds of its calls,
+    None leaves them to the server; `generate_kwargs`: the configured arguments of a call."""
 
     def __init__(
         self,
@@ -114,9 +108,8 @@ class RolloutRecorder:
         if kwargs.get("stream"):
             raise ValueError("a model that is being tuned cannot stream: pass stream=False")
         configured = self._generate_kwargs
-        if "max_completion_tokens" in kwargs and kwargs.get("max_tokens") == (
-            configured.get("max_tokens")
-        ):
+        same = kwargs.get("max_tokens") == configured.get("max_tokens")
+        if "max_completion_tokens" in kwargs and same:
             kwargs["max_tokens"] = None  # the configured one yields to its newer name
         bodies = (configured.get("extra_body"), kwargs.get("extra_body"))
         if any(bodies):
@@ -149,9 +142,7 @@ class RolloutRecorder:
             async with counted:
                 response = await ask()
                 told = response.usage
-                counted.settle(
-                    None if told is None else Usage(told.prompt_tokens, told.completion_tokens)
-                )
+                counted.settle(told and Usage(told.prompt_tokens, told.completion_tokens))
             return response
 
     async def _ask(self, call: RecordedCall, kwargs: dict[str, Any]) -> Any:
@@ -165,8 +156,8 @@ class RolloutRecorder:
             response = await self._client.chat.completions.create(**kwargs)
         finally:
             self._in_flight.discard(task)
-        # Trinity's client appends the answer's experiences to the wrapper's history and
-        # returns without giving up control in between: the last ones are this call's.
+        # Trinity's client appends the answer's experiences to the wrapper's history and returns
+        # without giving up control in between: the last ones are this call's.
         history, count = self._wrapper.history, len(response.choices)
         call.experiences = history[len(history) - count :]
         history.clear()
@@ -201,7 +192,7 @@ def chat_model(client: Any, generate_kwargs: Mapping[str, Any]) -> TrinityChatMo
 def auxiliary_chat_models(
     wrappers: Iterable[ModelWrapper], clients: Iterable[Any], loop: asyncio.AbstractEventLoop
 ) -> dict[str, TrinityChatModel]:
-    """Auxiliary models by name, for workflows in any event loop; nothing is recorded. `clients` are
+    """Auxiliary models by name, for workflows in any event loop; nothing is recorded. `clients`:
     those of the wrappers, which live in `loop`."""
 
     def shared(model: ModelWrapper, client: Any) -> TrinityChatModel:
@@ -227,22 +218,22 @@ def response_length(experience: Experience) -> int:
 def call_summaries(context: RolloutContext, calls: list[RecordedCall]) -> list[dict[str, Any]]:
     """What `EvalRecord.calls` holds: all calls of the rollout, also those without an answer."""
     answered = {call.note.index: call for call in calls}
-
-    def summary(note: CallNote) -> dict[str, Any]:
+    summaries = []
+    for note in list(context.calls):
+        summary: dict[str, Any] = {"caller": note.caller, "prompt_tokens": None, "tokens": None}
         call = answered.get(note.index)
         if call is None:
-            unknown = {"prompt_tokens": None, "tokens": None}
-            return {"caller": note.caller, **unknown, "failed": True}
-        cut = any(choice.truncate_status is not None for choice in call.experiences)
-        return {
-            "caller": note.caller,
-            "prompt_tokens": call.experiences[0].prompt_length if call.counted else None,
-            "tokens": sum(map(response_length, call.experiences)) if call.counted else None,
-            **({"truncated": True} if cut else {}),
-            **({"tools": call.tools} if call.tools else {}),
-        }
-
-    return [summary(note) for note in list(context.calls)]
+            summary["failed"] = True
+        else:
+            if call.counted:
+                summary["prompt_tokens"] = call.experiences[0].prompt_length
+                summary["tokens"] = sum(map(response_length, call.experiences))
+            if any(choice.truncate_status is not None for choice in call.experiences):
+                summary["truncated"] = True
+            if call.tools:
+                summary["tools"] = call.tools
+        summaries.append(summary)
+    return summaries
 
 
 def final_answer(response: Any, calls: list[RecordedCall]) -> str | None:
@@ -261,17 +252,13 @@ def final_answer(response: Any, calls: list[RecordedCall]) -> str | None:
 def transcript_entry(call: RecordedCall) -> dict[str, Any]:
     """One entry of `EvalRecord.transcript`."""
     first = call.experiences[0]
-    return {
-        "caller": call.note.caller,
-        "messages": call.messages,
-        "response": first.response_text or "",
-        "tokens": response_length(first),
-    }
+    asked = {"caller": call.note.caller, "messages": call.messages}
+    return {**asked, "response": first.response_text or "", "tokens": response_length(first)}
 
 
 def state_hash(task_id: str, caller: str, state: Any) -> str:
-    """GiGPO's anchor state: who asks what in which task (Trinity forms its anchor groups over a
-    whole batch), without differences of white space and of the random ids of tool calls."""
+    """GiGPO's anchor state: who asks what in which task, without differences of white space and of
+    the random ids of tool calls."""
     text = json.dumps([task_id, caller, _normalised(state)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -302,8 +289,8 @@ _open: dict[asyncio.AbstractEventLoop, dict[Any, RecordingClient]] = {}
 
 
 async def recording_client(model: ModelWrapper) -> RecordingClient:
-    """The client for `model` in the current loop; closed when the loop is shut down. One serves all
-    rollouts: Trinity gives each a wrapper of its own, whose client would take 50 ms to make."""
+    """The client for `model` in the current loop, closed with it. One serves all rollouts: Trinity
+    gives each a wrapper of its own, whose client would take 50 ms to make."""
     of_loop = _open.setdefault(asyncio.get_running_loop(), {})
     key = (id(model.config), model.api_address)  # the wrapper below keeps the config alive
     if key not in of_loop:
@@ -318,8 +305,7 @@ async def recording_client(model: ModelWrapper) -> RecordingClient:
                 _open.pop(asyncio.get_running_loop(), None)
                 await client.close()
 
-        # A loop finalises its asynchronous generators before it closes, while the client's
-        # connections can still be closed properly.
+        # A loop finalises its asynchronous generators while connections can still be closed.
         of_loop[key].keeper = close_with_loop(of_loop[key].client)
         await anext(of_loop[key].keeper)
     return of_loop[key]
@@ -327,7 +313,7 @@ async def recording_client(model: ModelWrapper) -> RecordingClient:
 
 @functools.cache
 def _constructed(model_path: str) -> TrinityChatModel:
-    """A model to copy: the constructor opens a connection pool, too slow for every rollout."""
+    """A model to copy: the constructor opens a connection pool."""
     from agentscope.model import TrinityChatModel
 
     with warnings.catch_warnings():
@@ -343,11 +329,8 @@ def _sampling(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call that change what is sampled, without those that have no effect."""
     given = {**kwargs, **(kwargs.get("extra_body") or {})}
     temperature = given.get("temperature")
-    changed = {
-        name: given[name]
-        for name in _DISTRIBUTION_KEYS
-        if given.get(name) and given[name] not in _NO_EFFECT.get(name, ())
-    }
+    changed = {name: given[name] for name in _DISTRIBUTION_KEYS if given.get(name)}
+    changed = {k: v for k, v in changed.items() if v not in _NO_EFFECT.get(k, ())}
     return {**changed, "temperature": 1.0 if temperature is None else float(temperature)}
 
 

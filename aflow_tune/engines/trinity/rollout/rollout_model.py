@@ -1,8 +1,8 @@
 """The local sampler with its OpenAI-compatible server as a model of Trinity's.
 
 A run in one process reaches a `SamplerHost` through `InlineModel`, the split through one Ray actor,
-`LocalRolloutModel`. Workflows reach the server over HTTP as they would reach vLLM: on loopback, or
-on the node's own address with a token of its own if the Ray has several nodes.
+`LocalRolloutModel`. Workflows reach the server over HTTP: on loopback, or on the node's address
+with a token of its own if the Ray has several nodes.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class SamplerHost:
         tokenizer = load_tokenizer(path)
         if config.chat_template:
             tokenizer.chat_template = config.chat_template
-        scripted = engine.get("scripted")  # a dry run
-        make_sampler = ScriptedSampler if scripted else Sampler
-        make_server = ScriptedServer if scripted else SamplerServer
-        sampler = make_sampler(
+        kinds: tuple[type[Sampler], type[SamplerServer]] = (Sampler, SamplerServer)
+        if engine.get("scripted"):  # a dry run
+            kinds = (ScriptedSampler, ScriptedServer)
+        sampler = kinds[0](
             load_model(path, pick_dtype(engine["dtype"], device), device),
             tokenizer,
             max_batch=engine["max_batch"],
@@ -70,7 +70,7 @@ class SamplerHost:
             deterministic=engine["deterministic"],
             lora=LoraSpec(**engine["lora"]) if engine["lora"] else None,
         )
-        server = make_server(
+        server = kinds[1](
             sampler,
             tokenizer,
             config.model_path,
@@ -103,8 +103,7 @@ class InlineModel(ModelWrapper):
 
 
 class LocalRolloutModel(BaseInferenceModel):
-    """Trinity's rollout model over our sampler, as far as our runs use it: what workflows ask comes
-    over HTTP, and `generate`, `chat` and `logprobs` are left out."""
+    """Trinity's rollout model over our sampler; what workflows ask comes over HTTP."""
 
     host: SamplerHost
 
@@ -113,7 +112,6 @@ class LocalRolloutModel(BaseInferenceModel):
         self._token: str | None = None
 
     async def prepare(self) -> None:
-        """Load the model and start the server; called once by the allocator."""
         address = "127.0.0.1"
         if spans_nodes():  # runners of other nodes ask it: by its own address, with its token
             address, self._token = ray.util.get_node_ip_address(), secrets.token_urlsafe(32)
@@ -126,7 +124,6 @@ class LocalRolloutModel(BaseInferenceModel):
         return self.host.url
 
     def get_api_key(self) -> str:
-        """What callers of the server send; it is nowhere but in the memory of this run."""
         return self._token or str(super().get_api_key())
 
     def get_model_version(self) -> int:

@@ -1,8 +1,7 @@
 """Trinity's sampler actor on vLLM, with what 0.6.0 leaves out.
 
-- **The adapter reaches the rollouts.** The OpenAI server, which workflows call, is started without
-  it: a request by the model's name gets the base model for ever. `VllmSampler` gives such a request
-  the adapter of the newest version, and none while the version is 0, the base model.
+- **The adapter reaches the rollouts.** To Trinity's OpenAI server a request by the model's name is
+  one for the base model, for ever. Here it gets the newest adapter, and none at version 0.
 - **No cache of older adapters.** vLLM knows cached prefixes by the adapter's name, which stays.
 - **Ranks that vLLM has no kernels for** are rounded up to the next it has.
 - **Weights by memory** arrive also on a Ray that the command started.
@@ -25,7 +24,6 @@ from trinity.common.models.vllm_model import vLLMRolloutModel
 from aflow_tune.errors import RunFailed
 
 _SERVER_SECONDS = 300.0
-_POLL_SECONDS = 0.5
 
 
 class VllmSampler(vLLMRolloutModel):
@@ -64,8 +62,7 @@ class VllmSampler(vLLMRolloutModel):
         return version
 
     async def served_logprobs(self, tokens: list[int], temperature: float) -> list[float]:
-        """Log-probabilities of tokens 1..T-1, as the OpenAI server gives them. RunFailed if it does
-        not answer, or refuses."""
+        """Log-probabilities of tokens 1..T-1, by the OpenAI server. RunFailed if it refuses."""
         body = {"model": self.config.model_path, "prompt": tokens, "max_tokens": 1}
         body |= {"temperature": temperature, "prompt_logprobs": 0}
         url = f"{self.get_api_server_url()}/v1/completions"
@@ -80,11 +77,9 @@ class VllmSampler(vLLMRolloutModel):
                     # Trinity starts the server without waiting for it.
                     starting = isinstance(error, httpx.ConnectError) and not self.async_llm.errored
                     if not starting or time.monotonic() > deadline:
-                        raise RunFailed(
-                            f"the sampler's server at {url} failed: {error}. See "
-                            f"{self.config.ray_actor_name} in the run's log folder, and Ray's logs"
-                        ) from error
-                    await asyncio.sleep(_POLL_SECONDS)
+                        told = f"the sampler's server at {url} failed: {error}; see the run's logs"
+                        raise RunFailed(told) from error
+                    await asyncio.sleep(0.5)
         scores = answer.json()["choices"][0]["prompt_logprobs"][1:]
         return [next(iter(score.values()))["logprob"] for score in scores]
 

@@ -2,8 +2,7 @@
 
 A Trinity algorithm is a choice of registered functions: policy, KL and entropy loss, advantage,
 perhaps a KL penalty in the reward. `TrainStep` turns experiences into samples, computes what these
-functions read, and hands the trainer one loss over the whole train batch. The functions themselves
-are Trinity's, plug-ins included. Left out: algorithms with a critic (ppo).
+functions read, and hands the trainer one loss over the whole batch. Left out: critics (ppo).
 """
 
 from __future__ import annotations
@@ -64,17 +63,11 @@ class TrinityLoss:
             inputs["old_logprob"] = batch.old_logprobs_BR
         missing = [key for key in self.policy.select_keys if key not in inputs]
         if missing:
-            raise BadInput.of(
-                "The experiences do not fit the algorithm",
-                f"algorithm.policy_loss_fn: {self.name}",
-                f"every experience of the batch has {', '.join(missing)}",
-                "some or all have none",
-                "choose an algorithm that fits this data (sft, dpo or raft need less), or an "
-                "advantage function or workflow that sets it",
-            )
+            title, where = "The experiences do not fit the algorithm", "algorithm.policy_loss_fn"
+            expected, fix = f"experiences with {', '.join(missing)}", "choose another algorithm"
+            raise BadInput.of(title, f"{where}: {self.name}", expected, "some without", fix)
         if "expert_mask" in self.policy.select_keys:
-            # The mix losses scale their two means by expected counts over micro-batches and GPUs.
-            # Told that they see the whole batch, their weights become 1.
+            # The mix losses weight their two means by micro-batches and GPUs; this makes it 1.
             experts = int(inputs["expert_mask"].sum())
             self.policy.use_dynamic_bsz = False
             self.policy.gradient_accumulation = 1
@@ -107,31 +100,24 @@ class TrainStep:
         self.algorithm = algorithm = config.algorithm
         kind = ALGORITHM_TYPE.get(algorithm.algorithm_type)
         if kind.use_critic:
-            raise BadInput.of(
-                "The local engine has no critic",
-                "algorithm.algorithm_type",
-                "an algorithm without a critic",
-                repr(algorithm.algorithm_type),
-                "algorithm.algorithm_type: multi_step_grpo",
-            )
+            where, fix = "algorithm.algorithm_type", "algorithm.algorithm_type: multi_step_grpo"
+            title, expected = "The local engine has no critic", "an algorithm without a critic"
+            raise BadInput.of(title, where, expected, repr(algorithm.algorithm_type), fix)
         self.trainer = trainer
         self.loss = TrinityLoss(algorithm)
         self.advantage = self.penalty = None
         self.needs_reference = self.loss.needs_reference
         if kind.compute_advantage_in_trainer:
-            self.advantage = _made(
-                ADVANTAGE_FN, algorithm.advantage_fn, algorithm.advantage_fn_args
-            )
+            arguments = algorithm.advantage_fn_args
+            self.advantage = _made(ADVANTAGE_FN, algorithm.advantage_fn, arguments)
             self.penalty = _made(KL_FN, algorithm.kl_penalty_fn, algorithm.kl_penalty_fn_args)
             self.needs_reference |= _counts(self.penalty)
         if self.needs_reference:
             trainer.keep_reference()
 
     def __call__(self, exps: list[Experience]) -> dict[str, float]:
-        """Train once on `exps`, all of them. ValueError if there are none."""
+        """Train once on `exps`, all of them."""
         started = time.perf_counter()
-        if not exps:
-            raise ValueError("a train batch without experiences")
         metrics: dict[str, float] = {}
         of_explorer = hasattr(self.advantage, "process")
         if self.advantage is not None and of_explorer:
@@ -163,8 +149,8 @@ class TrainStep:
         only, the reward on each response's last token."""
         from verl import DataProto
 
-        assert self.advantage is not None
-        assert self.penalty is not None
+        advantage: Any = self.advantage
+        penalty: Any = self.penalty
         batch = self.trainer.pad(samples)
         valid_BR = torch.zeros_like(batch.action_mask_BR)
         for row, sample in zip(valid_BR, samples, strict=True):
@@ -183,8 +169,8 @@ class TrainStep:
             {name: tensor.cpu() for name, tensor in tensors.items()}
             | {"uid": np.array([exp.eid.tid for exp in exps], dtype=object)}
         )
-        proto, penalty_metrics = self.penalty.apply_kl_penalty_to_reward(proto)
-        proto, advantage_metrics = self.advantage(proto)
+        proto, penalty_metrics = penalty.apply_kl_penalty_to_reward(proto)
+        proto, advantage_metrics = advantage(proto)
         for row, sample in enumerate(samples):
             width = len(sample.action_mask_R)
             for name in ("advantages", "returns"):

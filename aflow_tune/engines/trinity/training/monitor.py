@@ -23,7 +23,6 @@ class RunMonitor(Monitor):
 
     def __init__(self, project: str, group: str, name: str, role: str, config: Config) -> None:
         super().__init__(project, name, role, config)
-        self._warned = False
         self._run_dir = Path(config.checkpoint_job_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._writer = SummaryWriter(str(Path(config.monitor.cache_dir) / "tensorboard" / role))
@@ -37,11 +36,8 @@ class RunMonitor(Monitor):
                     self._writer.add_scalar(name, number, step)
             self._writer.flush()
         except OSError as error:
-            if not self._warned:
-                self._warned = True
-                get_logger(__name__, in_ray_actor=True).error(
-                    "Metrics cannot be written, curves and report will have gaps: %s", error
-                )
+            told = "Metrics cannot be written, curves and report will have gaps: %s"
+            get_logger(__name__, in_ray_actor=True).error(told, error)
 
     def close(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # a full disk, told when it was met

@@ -1,13 +1,13 @@
 """From which step a run folder's run resumes, and what else must go back there.
 
-A checkpoint (`global_step_N`) is the only truth on resume: the position in the task sets
-(`taskset_state/step_N.json`), the metrics and the evaluations are taken back to N before anything
-starts, so that work done after N is done again from the same tasks. N is the newest whose hashes
+A checkpoint (`global_step_N`) is the only truth on resume: the position in the task sets, the
+metrics and the evaluations are taken back to N before anything starts. N is the newest whose hashes
 are right; a damaged one is set aside as `damaged_global_step_N`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterable
@@ -37,13 +37,9 @@ from aflow_tune.types import Checkpoint
 def refuse_chain(run_dir: Path) -> None:
     """BadInput if the folder belongs to a chain of stages: one of its stages would be lost."""
     if (run_dir / CHAIN_FILE).exists():
-        raise BadInput.of(
-            "This folder belongs to a configuration with `stages`.",
-            str(run_dir),
-            "the folder of a single run, or a new one",
-            "a chain of stages",
-            "give this run another `name=`",
-        )
+        title = "This folder belongs to a configuration with `stages`."
+        expected, fix = "the folder of a single run, or a new one", "give this run another `name=`"
+        raise BadInput.of(title, str(run_dir), expected, "a chain of stages", fix)
 
 
 def save_taskset_state(run_dir: Path, step: int, state: list[dict[str, Any]]) -> None:
@@ -66,9 +62,8 @@ def forget_evaluation(taskset: TasksetConfig, step: int) -> None:
 
 
 def newest_sound(run_dir: Path) -> int:
-    """The step of the newest checkpoint whose files are as they were written; 0 without any. Newer
-    ones that are damaged are renamed to `damaged_global_step_N`, and said. Raises BadInput: there
-    are checkpoints, and all of them are damaged; they stay as they are."""
+    """The step of the newest sound checkpoint, 0 without any. Newer ones that are damaged are
+    renamed to `damaged_global_step_N`. BadInput: all are damaged; they stay as they are."""
     damaged: list[tuple[Checkpoint, CheckpointError]] = []
     for checkpoint in reversed(checkpoints(run_dir)):
         try:
@@ -77,10 +72,9 @@ def newest_sound(run_dir: Path) -> int:
             damaged.append((checkpoint, error))
             continue
         for other, problem in damaged:
-            aside, number = run_dir / f"damaged_{other.path.name}", 1
-            while aside.exists():
-                number += 1
-                aside = run_dir / f"damaged_{other.path.name}_{number}"
+            name = f"damaged_{other.path.name}"
+            names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+            aside = next(path for it in names if not (path := run_dir / it).exists())
             other.path.rename(aside)
             print(
                 f"warning: the checkpoint of step {other.step} is damaged ({problem}). It was set "
@@ -106,14 +100,10 @@ def rewind(run_dir: Path, step: int, explorer_name: str) -> None:
         source = run_dir / "taskset_state" / f"step_{step}.json"
         try:
             states = json.loads(source.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError) as error:
-            raise BadInput.of(
-                "This run cannot be resumed.",
-                str(source),
-                f"the position in the task sets after step {step}",
-                "no such file" if isinstance(error, FileNotFoundError) else str(error),
-                "start again under another `name=`",
-            ) from None
+        except (OSError, ValueError) as error:
+            title, fix = "This run cannot be resumed.", "start again under another `name=`"
+            expected = f"the position in the task sets after step {step}"
+            raise BadInput.of(title, str(source), expected, str(error), fix) from None
         write_json(explorer_file, {"latest_iteration": step, "taskset_states": states})
     for path in run_dir.glob("evaluations/*/step_*.jsonl"):
         if int(path.stem.removeprefix("step_")) > step:
@@ -144,25 +134,18 @@ def rewind_trinity(run_dir: Path, step: int) -> None:
 
 
 def check_restart(run_dir: Path, fingerprint: dict[str, Any], target: int) -> RunState | None:
-    """The state of the folder's earlier run if it is to be resumed, None for a new run.
-
-    Raises:
-        AlreadyFinished: the same configuration already reached its target here.
-        BadInput: the configuration changed, and every changed key is listed; or there are
-            checkpoints of ours, and nothing that says what was trained.
-    """
+    """The state of the folder's earlier run if it is to be resumed, None for a new run. Raises
+    AlreadyFinished: the same configuration reached its target here. BadInput: the configuration
+    changed, every changed key is listed; or nothing says what was trained."""
     state = read_state(run_dir)
     if state is None:
-        # They would be taken for this run's, whatever was trained.
         ours = [point for point in checkpoints(run_dir) if (point.path / MANIFEST).is_file()]
         if ours:
-            raise BadInput.of(
-                "This folder holds checkpoints, and nothing says of which run.",
-                str(run_dir),
-                f"{RUN_FILE} beside its checkpoints, or a folder without any",
-                f"checkpoints up to step {ours[-1].step} without {RUN_FILE}",
-                f"put {RUN_FILE} back, or give this run another `name=`",
-            )
+            title = "This folder holds checkpoints, and nothing says of which run."
+            expected = f"{RUN_FILE} beside its checkpoints, or a folder without any"
+            found = f"checkpoints up to step {ours[-1].step} without {RUN_FILE}"
+            fix = f"put {RUN_FILE} back, or give this run another `name=`"
+            raise BadInput.of(title, str(run_dir), expected, found, fix)
         return None
     changed = changed_keys(run_dir, state, fingerprint)
     if changed:

@@ -1,9 +1,8 @@
 """Whether the sampler has the trainer's weights: one fixed text, scored by both after each sync.
 
-A sync that does nothing goes unnoticed otherwise: rollouts keep coming, from the base model, and
-the loss corrects for them as for a policy that is a little old. `MISMATCH` is the mean absolute
-difference of the log-probabilities of the text's tokens. What counts as rounding is measured before
-the first step, when both have the same weights.
+A sync that does nothing goes unnoticed otherwise: rollouts keep coming, from the base model.
+`MISMATCH` is the mean absolute difference of the log-probabilities of the text's tokens. What
+counts as rounding is measured before the first step, when both have the same weights.
 """
 
 from __future__ import annotations
@@ -47,31 +46,29 @@ class SyncCheck:
     them computes in bf16 or fp16 (or less)."""
 
     def __init__(self, sixteen_bit: bool) -> None:
-        self.floor = 5e-3 if sixteen_bit else 1e-5
-        """A difference that is always rounding."""
-        self.least = 1e-3 if sixteen_bit else 3e-5
-        """A move of the trainer that a sampler with its weights shows in some digit."""
-        self.limit = 0.5 if sixteen_bit else 0.05
-        """A difference that never is, not even between different kernels."""
+        # A difference that is always rounding, one that never is, and a move of the trainer that a
+        # sampler with its weights shows in some digit.
+        self.floor, self.limit, self.least = (
+            (5e-3, 0.5, 1e-3) if sixteen_bit else (1e-5, 0.05, 3e-5)
+        )
         self.followed = 0
         self._at_first: float | None = None
+        # What both said when the sampler's numbers last changed.
         self._changed: tuple[list[float], list[float]] = [], []
-        """What both said when the sampler's numbers last changed."""
         self._last: list[float] = []
 
     def compare(self, version: int, sampler: Sequence[float], trainer: Sequence[float]) -> float:
         """The mismatch of `version`, of which both say the text's log-probabilities (T - 1 each).
-        Raises RunFailed: the sampler did not change though the trainer did, or they disagree beyond
-        rounding, within the first updates of this run."""
+        RunFailed, within the first updates of this run: the sampler did not change though the
+        trainer did, or they disagree beyond rounding."""
         sampler, trainer = list(sampler), list(trainer)
         mismatch = _distance(sampler, trainer)
 
         def disagreeing(rounding: float) -> RunFailed:
             return RunFailed(
-                "sampler and trainer disagree: with what should be the same weights (version "
-                f"{version}) the log-probabilities of a fixed text differ by {mismatch:.3g} in the "
-                f"mean, where {rounding:.3g} is rounding. The gradient would be that of another "
-                f"policy. {_WHAT_TO_DO}"
+                f"sampler and trainer disagree: at version {version} their log-probabilities of a "
+                f"fixed text differ by {mismatch:.3g} in the mean, where {rounding:.3g} is "
+                f"rounding. {_WHAT_TO_DO}"
             )
 
         if self._at_first is None:
@@ -86,10 +83,9 @@ class SyncCheck:
             most = 2 * sum(a != b for a, b in zip(trainer, then, strict=False)) > len(trainer)
             if sampler == before and most and moved > self.least:
                 raise RunFailed(
-                    f"the sampler does not have the trainer's weights: at version {version} it "
-                    "gives a fixed text exactly the log-probabilities that it gave before, while "
-                    f"the trainer's have moved by {moved:.3g} in the mean. Rollouts would go on "
-                    f"coming from the old weights. {_WHAT_TO_DO}"
+                    f"the sampler does not have the trainer's weights: at version {version} its "
+                    "log-probabilities of a fixed text are those of before, while the trainer's "
+                    f"have moved by {moved:.3g} in the mean. {_WHAT_TO_DO}"
                 )
             if not mismatch <= max(4 * self._at_first, 20 * self.floor):
                 raise disagreeing(rounding)
@@ -101,9 +97,8 @@ class SyncCheck:
 
 
 _WHAT_TO_DO = (
-    "Look for errors of the weight sync in the run's log folder, try another "
-    "synchronizer.sync_method, and compare the versions of vllm, verl and peft with the set of the "
-    "docs/engines.md (`aflow-tune doctor`)."
+    "Look for errors of the sync in the run's log folder, try another synchronizer.sync_method, "
+    "compare the versions of vllm, verl and peft with docs/engines.md (`aflow-tune doctor`)."
 )
 
 
@@ -117,29 +112,20 @@ def _distance(one: Sequence[float], other: Sequence[float]) -> float:
 def publish(namespace: str, version: int, tokens: list[int], logprobs: list[float]) -> None:
     """From the trainer's actor: what `version` says of the text, for the explorer's."""
     content = json.dumps({"tokens": tokens, "logprobs": logprobs})
-    _internal_kv_put(_key(namespace, version), content.encode(), namespace=_TABLE)
+    _internal_kv_put(f"{namespace}:{version}".encode(), content.encode(), namespace=_TABLE)
 
 
 def published(namespace: str, version: int, timeout: float) -> tuple[list[int], list[float]]:
     """What the trainer's actor published of `version`, taken. RunFailed after `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    key = _key(namespace, version)
+    key = f"{namespace}:{version}".encode()
     while not (content := _internal_kv_get(key, namespace=_TABLE)):
         if time.monotonic() > deadline:
             raise RunFailed(
-                f"the trainer did not say within {timeout:.0f} s (synchronizer.sync_timeout) "
-                f"how its weights of version {version} score the fixed text of the sync check"
+                f"the trainer did not score the text of the sync check with version {version} "
+                f"within {timeout:.0f} s (synchronizer.sync_timeout)"
             )
         time.sleep(0.1)
     _internal_kv_del(key, namespace=_TABLE)
     found = json.loads(content)
     return found["tokens"], found["logprobs"]
-
-
-def forget(namespace: str) -> None:
-    """Take away what was published and nobody asked for: the cluster may be another's."""
-    _internal_kv_del(_key(namespace), del_by_prefix=True, namespace=_TABLE)
-
-
-def _key(namespace: str, version: int | str = "") -> bytes:
-    return f"{namespace}:{version}".encode()

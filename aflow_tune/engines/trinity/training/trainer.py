@@ -1,8 +1,8 @@
 """Trinity's Trainer on the local engine, with a loop that ends in an error when a step fails.
 
 `PublishingTrainer` is the trainer's half of the sync check, for both engines; `LocalTrainEngine`
-puts our trainer behind Trinity's `TrainEngineWrapper`; `LocalTrainActor` is the actor of the split.
-Every process that gets its handle imports this module, so PEFT is imported at its use.
+puts our trainer behind Trinity's `TrainEngineWrapper`; `LocalTrainActor` and `VerlTrainer` are the
+actors. PEFT is imported at its use: every process with an actor's handle imports this module.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 import torch
+from torch import Tensor
+from trinity.algorithm.policy_loss_fn.dpo_loss import DPOLossFn
+from trinity.common.config import Config
 from trinity.common.constants import RunningStatus
-from trinity.common.experience import Experience
+from trinity.common.experience import EID, Experience
 from trinity.trainer import trainer as trinity_trainer
 from trinity.trainer.trainer import TrainEngineWrapper, Trainer
 
+from aflow_tune.config.engine import removes_padding
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.engines.local.models import load_tokenizer, pick_device, pick_dtype, resolve_model
-from aflow_tune.engines.trinity.training.sync_check import forget, probe_tokens, publish
+from aflow_tune.engines.trinity.training.sync_check import is_checked, probe_tokens, publish
 from aflow_tune.runs.clean import kept_in_run
 from aflow_tune.runs.folder import checkpoint_path, checkpoints, remove_checkpoint
 
@@ -34,8 +38,8 @@ T = TypeVar("T")
 
 
 class PublishingTrainer(Trainer):
-    """Trinity's Trainer, which publishes what its weights score the text of the sync check: before
-    the first step and after each, for the explorer to compare."""
+    """Trinity's Trainer, which publishes how its weights score the text of the sync check: before
+    the first step and after each."""
 
     async def prepare(self) -> None:
         await super().prepare()
@@ -46,13 +50,8 @@ class PublishingTrainer(Trainer):
         await self._publish()
         return metrics
 
-    async def shutdown(self) -> None:
-        await super().shutdown()
-        forget(self.config.ray_namespace)
-
     async def probe(self) -> tuple[list[int], list[float]] | None:
-        """The fixed text in tokens, and the log-probabilities of its tokens 1..T-1; None: nobody
-        asks for them."""
+        """The fixed text in tokens, and log-probabilities of tokens 1..T-1; None: nobody asks."""
         raise NotImplementedError
 
     async def _publish(self) -> None:
@@ -63,8 +62,7 @@ class PublishingTrainer(Trainer):
 
 class LocalTrainEngine(TrainEngineWrapper):
     """One optimiser step a call on our trainer; it owns weights and checkpoints. All torch work
-    happens on one thread of its own, so that the actor's event loop stays free to answer and the
-    arithmetic is always done by the same thread."""
+    happens on one thread of its own, so that the event loop stays free to answer."""
 
     def __init__(self, config: AflowConfig) -> None:
         self.config = config
@@ -93,7 +91,7 @@ class LocalTrainEngine(TrainEngineWrapper):
 
     async def probe(self) -> tuple[list[int], list[float]]:
         """The fixed text of the sync check, and the log-probabilities of its tokens 1..T-1."""
-        from aflow_tune.engines.local.packing import Sample
+        from aflow_tune.engines.local.packed_model import Sample
 
         if not self._tokens:
             tokenizer = load_tokenizer(resolve_model(self.config.model.model_path))
@@ -138,19 +136,11 @@ class LocalTrainEngine(TrainEngineWrapper):
         synchronizer = ray.get_actor("synchronizer", namespace=self.config.ray_namespace)
         await synchronizer.set_model_state_dict.remote(weights, self.train_step_num)
 
-    async def save_state_dict(self) -> None:
+    async def _unused(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("the local engine syncs by memory")
 
-    def sync_weight_nccl(self) -> None:
-        raise NotImplementedError("the local engine syncs by memory")
-
-    async def get_weight_sync_info(self) -> Any:
-        return None, None, []
-
-    async def setup_weight_sync_group(self, *_: Any, **__: Any) -> None:
-        """Nothing to set up or tear down: weights travel through the Synchronizer's memory."""
-
-    async def teardown_weight_sync_group(self) -> None: ...
+    sync_weight_nccl = save_state_dict = get_weight_sync_info = _unused
+    setup_weight_sync_group = teardown_weight_sync_group = _unused
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
@@ -214,8 +204,8 @@ class LocalTrainActor(PublishingTrainer):
         self._stop_requested = True
 
     async def train(self) -> str:
-        """Train until the target, until the explorer has no more, or until asked to stop. Always
-        leaves a checkpoint of the last finished step. Raises what a step raised."""
+        """Train until the target, the explorer's end, or a request to stop. Always leaves a
+        checkpoint of the last finished step. Raises what a step raised."""
         try:
             while self.train_step_num < self.total_steps and not self._stop_requested:
                 sampling = asyncio.ensure_future(self._sample_data())
@@ -248,3 +238,119 @@ class LocalTrainActor(PublishingTrainer):
         if self.train_step_num > 0 and self.config.trainer.save_hf_checkpoint != "never":
             await self.save_checkpoint(block_until_saved=True, save_as_hf=True)
         return self.train_step_num
+
+
+class VerlTrainer(PublishingTrainer):
+    """Trinity's trainer on verl: an error of a step is raised, where upstream logs it and ends as
+    if all were well; see also `provide_unpadding` and `keep_pairs`."""
+
+    def __init__(self, config: Config) -> None:
+        provide_unpadding()
+        super().__init__(config)
+        self._error: Exception | None = None
+        if config.algorithm.algorithm_type == "dpo" and config.trainer.trainer_type == "verl":
+            keep_pairs(self.engine, config.buffer.train_batch_size)
+
+    async def train_step(self, exps: list[Experience]) -> dict[str, float]:
+        try:
+            return await super().train_step(exps)
+        except Exception as error:
+            self._error = error
+            raise
+
+    async def train(self) -> str:
+        """As upstream's; raises what a step raised, once the last checkpoint is saved."""
+        name: str = await super().train()
+        if self._error is not None:
+            raise self._error
+        return name
+
+    async def probe(self) -> tuple[list[int], list[float]] | None:
+        if not is_checked(self.config):
+            return None
+        model = self.config.model
+        tokens = probe_tokens(self.engine.tokenizer, model.max_model_len)
+        return tokens, verl_logprobs(self.engine, tokens, model.temperature)
+
+
+def verl_logprobs(engine: Any, tokens: list[int], temperature: float) -> list[float]:
+    """Log-probabilities of tokens 1..T-1 under the weights of Trinity's `VERLTrainer`."""
+    from trinity.trainer.verl.monkey_patch import left_right_2_no_padding
+    from trinity.trainer.verl.utils import to_data_proto
+    from verl.utils import tensordict_utils
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    # Each of verl's data-parallel workers gets an equal share of a batch: one copy.
+    copies = [
+        Experience(eid=EID(task=str(i)), tokens=torch.tensor(tokens), prompt_length=1)
+        for i in range(engine._get_dp_size())
+    ]
+    batch = to_data_proto(copies, engine.tokenizer.pad_token_id, engine.empty_model, engine.logger)
+    data = left_right_2_no_padding(batch.to_tensordict())
+    tensordict_utils.assign_non_tensor(
+        data, calculate_entropy=False, compute_loss=False, temperature=temperature
+    )
+    output = engine.actor_rollout_wg.compute_log_prob(data)
+    scores = no_padding_2_padding(tensordict_utils.get(output, "log_probs"), data)
+    found: list[float] = scores[0, : len(tokens) - 1].float().tolist()
+    return found
+
+
+def provide_unpadding() -> None:
+    """Let verl in this process take padding out, which Trinity always needs, without flash-attn: by
+    transformers' functions in plain torch. Changes nothing where flash-attn is there."""
+    if removes_padding():
+        return
+    from transformers import modeling_flash_attention_utils as plain
+    from verl.utils import attention_utils
+
+    # In the order in which verl unpacks them; the third, `rearrange`, is of einops and unused.
+    functions: Any = (plain._index_first_axis, plain._pad_input, None, plain._unpad_input)
+    attention_utils._get_attention_functions = lambda: functions
+
+
+class PairLoss(DPOLossFn):
+    """Trinity's DPO loss of each pair, summed and divided by `pairs`, those of the whole mini-batch
+    of one worker (None: of the call): verl adds the gradients of micro-batches up."""
+
+    def __init__(
+        self,
+        backend: str = "verl",
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        pairs: int | None = None,
+    ) -> None:
+        super().__init__(backend, beta, label_smoothing)
+        self.pairs = pairs
+
+    def __call__(
+        self, logprob: Tensor, ref_logprob: Tensor, action_mask: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Rows 2i and 2i + 1 are chosen and rejected of pair i; all shapes are [2P, R]."""
+        results = [
+            super(PairLoss, self).__call__(logprob[at], ref_logprob[at], action_mask[at])
+            for at in (slice(i, i + 2) for i in range(0, len(logprob), 2))
+        ]
+        losses, metrics = zip(*results, strict=True)
+        total = torch.stack(losses).sum() / (self.pairs or len(losses))
+        means = {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+        return total, means
+
+
+def keep_pairs(engine: Any, pairs: int) -> None:
+    """Let Trinity's `VERLTrainer` train on whole pairs, `pairs` of them a step; before
+    `engine.prepare()`. Trinity's loss sums log-probabilities over a micro-batch before it compares:
+    margins of 2 and -1 with beta 0.1 give 0.644397, not the mean over the pairs, 0.671268 (Rafailov
+    et al. 2023, equation 7). And verl cuts batches anywhere."""
+    algorithm = engine.algorithm_config
+    if algorithm.policy_loss_fn == "dpo":
+        algorithm.policy_loss_fn = f"{PairLoss.__module__}.{PairLoss.__qualname__}"
+        algorithm.policy_loss_fn_args["pairs"] = pairs // engine._get_dp_size()
+    engine.config.actor.ppo_mini_batch_size = 2 * pairs  # verl counts sequences
+    update = engine._update_actor
+
+    def update_pairs(batch: Any, metrics: dict[str, Any]) -> Any:
+        batch.meta_info["force_group_size"] = 2
+        return update(batch, metrics)
+
+    engine._update_actor = update_pairs
