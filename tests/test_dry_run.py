@@ -11,7 +11,7 @@ import yaml
 from project import run_dir, write_project
 
 from aflow_tune.cli import main
-from aflow_tune.dry_run.dry_run import distribution, fill_of
+from aflow_tune.dry_run.dry_run import fill_of
 from aflow_tune.dry_run.script import Script, read_answers
 from aflow_tune.errors import BadInput
 
@@ -108,17 +108,6 @@ def test_every_faulty_line_of_the_answers_is_named(tmp_path):
         read_answers(tmp_path / "none.jsonl")
 
 
-def test_the_distribution_by_hand():
-    found = distribution([1.0, 0.0, 2.0, 3.0, 4.0])
-    assert (found["quartiles"], found["mean"]) == ((0.0, 1.0, 2.0, 3.0, 4.0), 2.0)
-    assert found["histogram"] == [(float(value), float(value), 1) for value in range(5)]
-    wide = distribution([float(value) for value in range(21)])
-    assert [count for _, _, count in wide["histogram"]] == [2] * 9 + [3]
-    assert wide["histogram"][0][:2] == (0.0, 2.0)
-    assert distribution([0.5])["quartiles"] == (0.5,) * 5
-    assert distribution([]) is None
-
-
 @pytest.mark.parametrize(
     ("changes", "played", "fills", "words"),
     [
@@ -199,7 +188,8 @@ def test_a_dry_run_by_hand(capsys, tmp_path, tiny_model_dir):
     assert found["answers"]["sources"] == {"the row's field `answer`": 4, "plain words": 4}
     rewards = {kind: of["reward"] for kind, of in found["answers"]["by_kind"].items()}
     assert rewards == {"truth": 1.0, "words": 0.0}
-    assert found["rewards"]["histogram"] == [[0.0, 0.0, 4], [1.0, 1.0, 4]]
+    spread = {"count": 8, "least": 0.0, "mean": 0.5, "median": 0.5, "greatest": 1.0}
+    assert found["rewards"] == spread
     expected = {"failed": 0, "lone": 0, "mixed": 2, "all best": 0, "all worst": 0}
     assert found["groups"] == expected
     assert found["batch"]["experiences"] == 16

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,13 +135,8 @@ def _measured(run_dir: Path) -> dict[str, Measured]:
     newest = [list(steps.values())[-1] for steps in evaluations.values()]
     records = [record for evaluation in newest for record in evaluation.records]
     if not records:
-        raise BadInput.of(
-            "There are no numbers to draw.",
-            str(run_dir),
-            "a run folder with evaluations",
-            "no evaluation" if run_dir.is_dir() else "no such folder",
-            "name the folder that the run printed as its run folder",
-        )
+        title, expected = "There are no numbers to draw.", "a run folder with evaluations"
+        raise BadInput.of(title, str(run_dir), expected, "no evaluation", "name a run folder")
     return measure(traces_of(records))
 
 
@@ -152,10 +147,7 @@ def _export(options: argparse.Namespace) -> int:
     saved = save_round(load_graph(options.path), options.round, dataset=options.dataset)
     print(*saved.files, *(f"note: {note}" for note in saved.notes), sep="\n")
     if saved.only_here:
-        print(
-            f"\nAFlow will not use the prompts of {', '.join(saved.only_here)}: operators that it "
-            "gives prompts from its own template, or that the code never calls by name."
-        )
+        print(f"\nAFlow will not use the prompts of {', '.join(saved.only_here)}")
     return ExitCode.DONE
 
 
@@ -228,15 +220,9 @@ def _check(options: argparse.Namespace) -> int:
     if options.max_calls is not None:
         limits = replace(limits, model_calls=options.max_calls)
     given = _read(options.file)
-    settings: dict[str, Any] = {
-        "operators": _operators(options.operators or []),
-        "problem_type": options.problem_type,
-        "limits": limits,
-    }
-    if isinstance(given, Written):
-        verdict = check_graph_of(given, **settings)
-    else:
-        verdict = check_written(given, **settings)
+    check: Callable[..., Verdict] = check_graph_of if isinstance(given, Written) else check_written
+    operators = _operators(options.operators or [])
+    verdict = check(given, operators=operators, problem_type=options.problem_type, limits=limits)
     print_json(_as_json(verdict)) if options.json else print(_as_text(verdict, limits))
     return ExitCode.DONE if verdict.ok else ExitCode.BAD_INPUT
 
@@ -247,13 +233,19 @@ def _operators(named: Sequence[str]) -> dict[str, type[Operator]]:
 
     own = load_operators([name for name in named if ":" in name])
     names = [name for name in named if ":" not in name]
-    faults = []
-    for name in names:
-        if name not in OPERATORS:
-            near = did_you_mean(name, OPERATORS).strip(" ()")
-            cure = near or "for one of yours name its file: file.py:Class"
-            faults.append(Fault("--operators", f"one of {listed(OPERATORS)}", name, cure))
-    refuse("These operators are not known.", faults)
+    refuse(
+        "These operators are not known.",
+        [
+            Fault(
+                "--operators",
+                f"one of {listed(OPERATORS)}, or file.py:Class",
+                name,
+                did_you_mean(name, OPERATORS).strip(" ()") or "name one of them",
+            )
+            for name in names
+            if name not in OPERATORS
+        ],
+    )
     return {name: OPERATORS[name] for name in names or OPERATORS} | own
 
 
@@ -289,13 +281,10 @@ def _folder(path: Path) -> Any:
     code = graph.sources["graph.py"]
     words = set(re.findall(r"\w+", code))
     prompts = {name: text for name, text in graph.shape.constants.items() if name in words}
-    notes = []
-    for name, text in graph.prompts.items():
-        if isinstance(text, str):
-            prompts[name] = text
-        else:
-            notes.append(f"the prompts of {name} in prompts.json were left out")
-    return Written(code, prompts, WrittenForm.CODE, tuple(notes))
+    prompts |= {name: text for name, text in graph.prompts.items() if isinstance(text, str)}
+    left = [name for name in graph.prompts if name not in prompts]
+    notes = tuple(f"the prompts of {name} in prompts.json were left out" for name in left)
+    return Written(code, prompts, WrittenForm.CODE, notes)
 
 
 def _as_json(verdict: Verdict) -> dict[str, Any]:
@@ -323,8 +312,7 @@ def _as_text(verdict: Verdict, limits: CheckLimits) -> str:
     written, graph, bound = verdict.written, verdict.graph, verdict.bound
     lines = ["fine: it may run" if verdict.ok else "refused"]
     if written is not None:
-        notes = f" ({shortened('; '.join(written.notes), 400)})" if written.notes else ""
-        lines.append(f"form: {written.form.value}{notes}")
+        lines.append(f"form: {written.form.value} {shortened('; '.join(written.notes), 400)}")
     if graph is not None:
         used = ", ".join(f"{name} {count}" for name, count in operators_of(graph).items())
         lines.append(f"call sites: {shortened(used, 400) or 'none'}")
@@ -332,20 +320,12 @@ def _as_text(verdict: Verdict, limits: CheckLimits) -> str:
         money = "" if bound.usd is None else f", ${bound.usd:.4f}"
         lines.append(
             f"at worst: operator calls {bound.operator_calls:,}, model calls "
-            f"{bound.model_calls:,} ({limits.model_calls:,} allowed), {bound.prompt_tokens:,} "
-            f"prompt and {bound.completion_tokens:,} completion tokens{money}"
+            f"{bound.model_calls:,}, {bound.prompt_tokens:,} prompt and "
+            f"{bound.completion_tokens:,} completion tokens{money}"
         )
-    elif verdict.ok:
-        lines.append(
-            "at worst: its source does not tell; a run is stopped after "
-            f"{limits.model_calls:,} model calls"
-        )
-    if verdict.refusals:
-        lines.append("\nrefusals:")
-        lines += [
-            f"{number}. [{refusal.kind.value}] {shortened(str(refusal), 600)}"
-            for number, refusal in enumerate(verdict.refusals, 1)
-        ]
+    lines.append(f"model calls allowed: {limits.model_calls:,}; a run is stopped there")
+    for number, refusal in enumerate(verdict.refusals, 1):
+        lines.append(f"{number}. [{refusal.kind.value}] {shortened(str(refusal), 600)}")
     if graph is not None and graph.flow.nodes:
         lines += ["", to_mermaid(graph.flow).rstrip()]
     return "\n".join(lines)

@@ -110,55 +110,38 @@ def _run(options: argparse.Namespace) -> int:
 
 def _print_counts(counts: Mapping[str, Any], console: Console) -> None:
     """What became of the graphs, what was kept, and what else is worth a line."""
-    from rich.markup import escape
-    from rich.table import Table
 
     def listed(parts: Mapping[str, int]) -> str:
         return ", ".join(f"{name} {number}" for name, number in parts.items())
 
-    candidates = counts["candidates"]
-    table = Table("what", "how many", "of these", title="graphs tried", title_justify="left")
-    for what, count, parts in (
-        ("graphs", sum(candidates.values()), listed(candidates)),
-        ("refused by the check", counts["refused"], listed(counts["refused_by_kind"])),
-        ("failed while they ran", counts["failed"], "".join(counts["failed_examples"][:1])),
-        ("answered wrongly", counts["wrong"], ""),
-        ("could not be scored", counts["unscored"], ""),
-        ("not tried to the end", counts["untried"], listed(counts["untried_by_reason"])),
-        ("solved their problem", counts["solved"], f"problems {counts['solved_problems']}"),
-        ("over a structure's share", counts["dropped_for_balance"], ""),
-        ("kept", counts["kept"], listed(counts["kept_by_source"])),
-    ):
-        table.add_row(what, str(count), escape(parts))
-    console.print(table)
-    structures = counts["kept_by_structure"]
-    lines = [f"{number} pairs of {structure}" for structure, number in structures.items()]
-    lines.append(
-        f"problems: {counts['problems']}, of which {counts['solved_problems']} were solved by "
-        "some graph"
-    )
-    for text, number in (
-        ("dropped before: {} problems that are held out too", counts["leaks"]),
-        ("passed over: {} rollouts of other problems", counts["rollouts_of_other_problems"]),
-    ):
-        if number:
-            lines.append(text.format(number))
-    if failures := counts["teacher_failures"]:
-        lines.append(f"the teacher did not answer: {listed(failures)}; the same command asks again")
+    candidates, structures = counts["candidates"], counts["kept_by_structure"]
+    lines = [
+        f"{what:<26} {count:>6}  {note}".rstrip()
+        for what, count, note in (
+            ("graphs tried", sum(candidates.values()), listed(candidates)),
+            ("refused by the check", counts["refused"], listed(counts["refused_by_kind"])),
+            ("failed while they ran", counts["failed"], "".join(counts["failed_examples"][:1])),
+            ("answered wrongly", counts["wrong"], ""),
+            ("could not be scored", counts["unscored"], ""),
+            ("not tried to the end", counts["untried"], listed(counts["untried_by_reason"])),
+            ("solved their problem", counts["solved"], ""),
+            ("over a structure's share", counts["dropped_for_balance"], ""),
+            ("kept", counts["kept"], listed(counts["kept_by_source"])),
+            ("problems", counts["problems"], f"solved {counts['solved_problems']}"),
+            ("problems held out too", counts["leaks"], "dropped before"),
+            ("rollouts passed over", counts["rollouts_of_other_problems"], "of other problems"),
+            ("not answered by teacher", sum(counts["teacher_failures"].values()), "asked again"),
+        )
+    ]
+    lines += [f"{number} pairs of {structure}" for structure, number in structures.items()]
     for who in ("executor", "teacher"):
         if tokens := counts[who]["tokens"]:
             usd = counts[who]["usd"]
-            lines.append(
-                f"{who}: {tokens:,} tokens, {'unpriced' if usd is None else f'${usd:.4f}'}"
-            )
-    if counts["dropped_for_balance"] > counts["kept"]:
+            price = "unpriced" if usd is None else f"${usd:.4f}"
+            lines.append(f"{who}: {tokens:,} tokens, {price}")
+    if counts["dropped_for_balance"] > counts["kept"] or len(structures) == 1:
         lines.append(
-            f"more was dropped than kept, so that no structure exceeds "
-            f"{counts['share_in_force']:.0%}: add sources, or raise harvest.per_structure"
-        )
-    if len(structures) == 1:
-        lines.append(
-            "warning: all pairs have one structure, which a policy will learn by heart: add "
-            "sources, or problems of another kind"
+            "warning: one structure is most of what solved, and would be learned by heart: add "
+            "sources, problems of another kind, or raise harvest.per_structure"
         )
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

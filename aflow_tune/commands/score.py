@@ -84,25 +84,16 @@ def _score(options: argparse.Namespace) -> int:
 
 
 def _print_table(name: str, scores: Scores) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console()
-    table = Table("row", "strict", "published", "why not 1", title=f"{name}: answers below 1")
     for number, row in enumerate(scores.rows, 1):
+        strict, published = row["strict"], row["published"]
         if any(score.value != 1 for score in row.values()):
-            strict, published = row["strict"], row["published"]
-            reason = strict.reason or published.reason
-            values = (_shown(strict.value), _shown(published.value))
-            table.add_row(str(number), *values, escape(reason))
-    if table.row_count:
-        console.print(table)
+            values = f"strict {_shown(strict.value)}, published {_shown(published.value)}"
+            print(f"row {number}: {values}: {strict.reason or published.reason}")
     known = [value for value in scores.values("published") if value is not None]
-    means = (scores.mean, sum(known) / len(known) if known else None)
-    console.print(
-        f"{name}: {len(scores.rows)} answers, mean strict {_shown(means[0])}, "
-        f"mean published {_shown(means[1])}, unscored {scores.unscored}"
+    published_mean = sum(known) / len(known) if known else None
+    print(
+        f"{name}: {len(scores.rows)} answers, mean strict {_shown(scores.mean)}, "
+        f"mean published {_shown(published_mean)}, unscored {scores.unscored}"
     )
 
 
