@@ -76,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help()
         return ExitCode.BAD_INPUT
-    options = parser.parse_args(_arranged(commands, arguments))
+    try:
+        options = parser.parse_args(_arranged(commands, arguments))
+    except SystemExit as ended:  # argparse: help was shown, or the command line is wrong
+        return int(ended.code or 0)
     try:
         return int(options.action(options))
     except AflowTuneError as error:

@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import REPEATED, add_command, option, refuse, too_small
+from aflow_tune.commands.options import REPEATED, add_command, count, natural, option, refuse
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ def add_parser(commands: Any) -> None:
         **REPEATED,
     )
     option(verb, "--out DIR", "where to write", type=Path, required=True)
-    option(verb, "--train N", "rows (1000)", type=int, default=1000)
-    option(verb, "--validation N", "rows (100)", type=int, default=100)
-    option(verb, "--test N", "rows (100)", type=int, default=100)
+    option(verb, "--train N", "rows (1000)", type=count, default=1000)
+    option(verb, "--validation N", "rows (100)", type=natural, default=100)
+    option(verb, "--test N", "rows (100)", type=natural, default=100)
     option(verb, "--seed SEED", "which rows are drawn (0)", type=int, default=0)
     option(verb, "--force", "replace files that are there")
     text = "find held-out rows that stand in the training data"
@@ -99,7 +99,7 @@ def _prepare(options: argparse.Namespace) -> int:
     from aflow_tune.data.prepare import SPLITS, draw, write_splits
 
     sizes = {split: getattr(options, split) for split in SPLITS}
-    faults = too_small(*((f"--{split}", sizes[split], int(split == "train")) for split in SPLITS))
+    faults: list[Fault] = []
     named = _pairs("--source", options.source, faults)
     ratios = _pairs("--ratio", options.ratio, faults, named)
     benchmarks = _pairs("--benchmark", options.benchmark, faults, named)
@@ -125,15 +125,14 @@ def _check(options: argparse.Namespace) -> int:
     training, *held_out = (_read_file(path) for path in (options.train, *options.test))
     total = 0
     for leaks in leaks_between([training], held_out):
-        table = leaks.held_out
+        table, equal = leaks.held_out, sum(leak.exact for leak in leaks.found)
         total += len(leaks.found)
         for leak, place in zip(leaks.found, leaks.places, strict=True):
             kind = "the same as" if leak.exact else f"{leak.similarity:.2f} similar to"
             print(f"{table.places[leak.held_out]}: {kind} {place}")
         print(
             f"{table.source}: {len(leaks.found)} of {len(table.rows)} rows leak "
-            f"({sum(leak.exact for leak in leaks.found)} equal, "
-            f"{sum(not leak.exact for leak in leaks.found)} nearly)"
+            f"({equal} equal, {len(leaks.found) - equal} nearly)"
         )
     return ExitCode.BAD_INPUT if total else ExitCode.DONE
 
@@ -164,19 +163,15 @@ def _shares(
 
     if len(named) == 1 and not ratios:
         return dict.fromkeys(named, Fraction(1))
-    if not ratios:
-        kinds = {name: kind_of(name, benchmarks.get(name)) for name in named}
-        unknown = [name for name, kind in kinds.items() if kind is None]
-        if unknown:
-            cure = " ".join(f"--ratio {name}={1 / len(named):.3g}" for name in named)
-            expected = "--ratio for each source: the default recipe knows mathematics, code and QA"
-            where, found = f"--source {unknown[0]}", "a source of no known kind"
-            raise BadInput.of("The shares are not known.", where, expected, found, cure)
+    kinds = {name: kind_of(name, benchmarks.get(name)) for name in named}
+    if not ratios and all(kinds.values()):
         return default_shares({name: str(kind) for name, kind in kinds.items()})
     try:
         return exact_shares({name: float(ratios[name]) for name in named})
     except (KeyError, ValueError) as error:
-        expected = "shares above 0, together 1, for every source or for none"
+        expected = (
+            "shares above 0, together 1, for every source; mathematics, code and QA need none"
+        )
         cure = " ".join(f"--ratio {name}={1 / len(named):.3g}" for name in named)
         raise BadInput.of("The shares do not fit.", "--ratio", expected, str(error), cure) from None
 
@@ -231,15 +226,12 @@ def _rows(
         to_row = benchmark.hub.to_row if benchmark and benchmark.hub else dict
         return read_hub(HubSource(dataset[1], subset, split, to_row)), None
     table = _read_file(path)
-    if benchmark is not None:
-        expected = f"the fields of {benchmark.name}: {', '.join(benchmark.fields)}"
-        cure = "add the field, or name the right --benchmark"
-        faults = [
-            Fault(place, expected, ", ".join(row) or "nothing", cure)
-            for row, place in zip(table.rows, table.places, strict=True)
-            if any(row.get(name) is None for name in benchmark.fields)
-        ]
-        refuse("Rows of another form.", faults[:5])
+    fields = benchmark.fields if benchmark else ()
+    for row, place in zip(table.rows, table.places, strict=True):
+        if any(row.get(field) is None for field in fields):
+            expected, found = f"the fields of {name}: {', '.join(fields)}", ", ".join(row)
+            cure = "add the field, or name the right --benchmark"
+            raise BadInput.of("Rows of another form.", place, expected, found, cure)
     return table.rows, hashlib.sha256(path.read_bytes()).hexdigest()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -74,19 +75,9 @@ def _estimate(options: argparse.Namespace) -> int:
     from aflow_tune.estimate.quantities import EstimateOptions
 
     overrides = [*options.overrides, *(["inline=true"] if options.inline else [])]
-    asked = EstimateOptions(
-        prompt_tokens=options.prompt_tokens,
-        response_tokens=options.response_tokens,
-        calls=options.calls,
-        tokens_per_second=options.tokens_per_second,
-        train_tokens_per_second=options.train_tokens_per_second,
-        gpu_memory=options.gpu_memory,
-        gpus=options.gpus,
-        memory=options.memory,
-        usd_per_gpu_hour=options.usd_per_gpu_hour,
-        rehearse=not options.no_rehearsal,
-        measure=options.measure,
-    )
+    names = {field.name for field in dataclasses.fields(EstimateOptions)}
+    given = {name: value for name, value in vars(options).items() if name in names}
+    asked = EstimateOptions(**given, rehearse=not options.no_rehearsal)
     with contextlib.redirect_stdout(sys.stderr):  # the workflow may print
         found = estimate(options.config, overrides, asked)
     print(json.dumps(as_json(found)) if options.json else render(found))

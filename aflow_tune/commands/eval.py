@@ -12,13 +12,13 @@ from aflow_tune.commands.options import (
     SEVERAL,
     add_command,
     config_arguments,
+    count,
     key_variable,
     option,
     print_json,
-    refuse,
-    too_small,
+    together,
 )
-from aflow_tune.errors import ExitCode, Fault, RunFailed
+from aflow_tune.errors import ExitCode, RunFailed
 
 _DESCRIPTION = """\
 Run the workflow of a configuration on its held-out task sets and tell how well it does: mean and
@@ -73,8 +73,8 @@ def add_parser(commands: Any) -> None:
     option(
         parser, "--compare", "measure two and compare them in pairs", nargs=2, metavar=("A", "B")
     )
-    option(parser, "--samples K", "runs of each task", type=int, default=1)
-    option(parser, "--limit N", "only the first N tasks of each set", type=int)
+    option(parser, "--samples K", "runs of each task", type=count, default=1)
+    option(parser, "--limit N", "only the first N tasks of each set", type=count)
     option(
         parser,
         "--vary KEY=V1,V2",
@@ -107,14 +107,8 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    faults = too_small(("--samples", options.samples, 1), ("--limit", options.limit, 1))
-    if options.endpoint and not options.model:
-        cure = "--model NAME, as the endpoint calls it"
-        faults.append(Fault("--endpoint", "the model's name beside it", "no --model", cure))
-    if options.model and not options.endpoint:
-        cure = "--endpoint http://127.0.0.1:8000/v1; the local model is model.model_path=..."
-        faults.append(Fault("--model", "an endpoint that serves it", "no --endpoint", cure))
-    refuse("The evaluation cannot be started.", faults)
+    beside = {"--endpoint": options.endpoint, "--model": options.model}
+    together(beside, "The evaluation cannot be started.")
     from rich.console import Console
 
     from aflow_tune.config.quiet import quiet

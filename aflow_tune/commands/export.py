@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.commands.options import add_command, option, refuse, too_small
+from aflow_tune.commands.options import add_command, count, option, refuse
 from aflow_tune.errors import ExitCode, Fault
 
 _DESCRIPTION = """\
@@ -58,12 +58,12 @@ def add_parser(commands: Any) -> None:
         "a step",
     )
     option(parser, "--config FILE", "in place of the run's resolved.yaml", type=Path)
-    option(parser, "--top N", "for workflows: how many at most (default 10)", type=int)
+    option(parser, "--top N", "for workflows: how many at most (default 10)", type=count)
     option(
         parser,
         "--least-uses N",
         "for workflows: leave out structures with fewer uses (default 3)",
-        type=int,
+        type=count,
     )
     option(
         parser,
@@ -81,7 +81,6 @@ def _run(options: argparse.Namespace) -> int:
         for name in foreign
         if getattr(options, name[2:].replace("-", "_")) is not None
     ]
-    faults += too_small(("--top", options.top, 1), ("--least-uses", options.least_uses, 1))
     refuse("Nothing was exported.", faults)
     from aflow_tune.config.quiet import quiet
 
@@ -92,8 +91,8 @@ def _run(options: argparse.Namespace) -> int:
         written = export_workflows(
             options.run,
             options.out,
-            top=10 if options.top is None else options.top,
-            least_uses=3 if options.least_uses is None else options.least_uses,
+            top=options.top or 10,
+            least_uses=options.least_uses or 3,
             dataset=options.dataset,
             config=options.config,
         )

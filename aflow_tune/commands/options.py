@@ -7,7 +7,7 @@ import argparse
 import difflib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +111,12 @@ def _bytes(text: str) -> float | None:
     return match and float(match[1]) * 2 ** (10 * ("KMGT".index(match[2].upper()) + 1))
 
 
-count = _reader("a whole number above 0", int, lambda number: number >= 1)
-natural = _reader("a whole number from 0 on", int, lambda number: number >= 0)
+count = _reader("a whole number, 1 or more", int, lambda number: number >= 1)
+natural = _reader("a whole number, 0 or more", int, lambda number: number >= 0)
+port = _reader("a port, 0 to 65535", int, lambda number: 0 <= number <= 65535)
 amount = _reader("a number above 0", float, lambda number: 0 < number < float("inf"))
+seconds = _reader("seconds above 0", float, lambda number: 0 < number <= 86400 * 365)
+temperature = _reader("a temperature, 0 to 100", float, lambda number: 0 <= number <= 100)
 size = _reader("a size with its unit, such as 24GB", _bytes, lambda number: number > 0)
 seeds = _reader(
     "different whole numbers such as 0,1,2",
@@ -146,13 +149,12 @@ def refuse(title: str, faults: Sequence[Fault]) -> None:
         raise BadInput(title, list(faults))
 
 
-def too_small(*given: tuple[str, int | None, int]) -> list[Fault]:
-    """Faults of options below their least value, from (option, value or None, least)."""
-    return [
-        Fault(f"{name} {value}", f"{least} or more", str(value), f"{name} {max(least, 1)}")
-        for name, value, least in given
-        if value is not None and value < least
-    ]
+def together(options: Mapping[str, Any], title: str) -> None:
+    """Refuse an option that stands without the other ones. Raises BadInput."""
+    missing = ", ".join(name for name, value in options.items() if not value)
+    given = ", ".join(name for name, value in options.items() if value)
+    if given and missing:
+        raise BadInput.of(title, given, f"{missing} beside it", f"no {missing}", f"add {missing}")
 
 
 def config_arguments(

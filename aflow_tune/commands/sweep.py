@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from typing import Any
 
@@ -81,6 +82,7 @@ def add_parser(commands: Any) -> None:
         "--seeds 0,1,2",
         "run each trial once with each of these seeds and take the mean",
         type=seeds,
+        default=(),
     )
     option(
         group,
@@ -112,19 +114,8 @@ def add_parser(commands: Any) -> None:
 def _sweep(options: argparse.Namespace) -> int:
     from aflow_tune.tuning import sweep_config
 
-    request = Request(
-        config=options.config,
-        space=tuple(options.space),
-        overrides=tuple(options.overrides),
-        trials=options.trials,
-        sampler=options.sampler,
-        seed=options.seed,
-        seeds=options.seeds or (),
-        prune=options.prune,
-        objective=options.objective,
-        parallel=options.parallel,
-        timeout=options.timeout,
-    )
+    names = {field.name for field in dataclasses.fields(Request)}
+    request = Request(**{name: value for name, value in vars(options).items() if name in names})
 
     def say(text: str) -> None:
         print(text, file=sys.stderr if options.json else sys.stdout, flush=True)

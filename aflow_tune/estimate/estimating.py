@@ -3,8 +3,7 @@
 Every stage of a chain is a run of its own and is estimated as such. Settings are prepared as for
 a run, without asking a cluster; `engine: trinity` can be estimated on a machine without a GPU.
 
-What does not fit is estimated again with other settings, one at a time, each with its mildest
-value that is enough.
+What does not fit is estimated again with a few other settings, one at a time.
 
 `--measure` runs the command itself for two steps in a folder that is removed: its metrics say what
 an estimate cannot know, its process tree how much memory it took.
@@ -15,13 +14,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -151,12 +148,8 @@ def _needs(
 
 
 def memory_here(cgroup: Path = _CGROUP) -> float:
-    """Bytes of memory that a new process can have here: free, and allowed by the cgroup.
-
-    Args:
-        cgroup: the folder of its limits (cgroup v2). Pages of files that were read and are not in
-            use count as used there, and are given up when memory is asked for.
-    """
+    """Bytes of memory that a new process can have here: free, and allowed by the cgroup (v2), where
+    pages of files that are not in use count as used but are given up when asked for."""
     free = float(psutil.virtual_memory().available)
     try:
         limit = (cgroup / "memory.max").read_text().strip()
@@ -175,55 +168,30 @@ def _changes(
     options: EstimateOptions,
     now: Sequence[Need],
 ) -> Iterator[Change]:
-    """Single settings that make it fit, each with the mildest value that is enough."""
+    """Single settings that make it fit."""
+    from trinity.common.config import LoRAConfig
+
     fullest = max(now, key=lambda need: need.size / need.limit if need.limit else 0.0)
-    for key, values, cost in _candidates(config):
-        for value in values:
-            changed = copy.deepcopy(config)
-            shown = _LORA if key == "model.lora_configs" else value
-            *parents, last = key.split(".")
-            setattr(functools.reduce(getattr, parents, changed), last, value)
-            try:
-                then = _needs(changed, models, lengths, options)[0]
-            except BadInput:
-                continue
+    adapter = [LoRAConfig(lora_rank=16, lora_alpha=32)]
+    for key, value, cost in (
+        ("inline", True, "no Ray: one process does everything in turns"),
+        ("local.micro_batch_tokens", 256, "more, smaller passes: a little slower"),
+        ("local.max_batch", 4, "fewer sequences at once: slower"),
+        ("local.dtype", "bf16", "less exact sums"),
+        ("trainer.max_token_len_per_gpu", limits_of(config)[2], "more, smaller passes"),
+        ("trainer.offload_policy", True, "states in the machine's memory: slower steps"),
+        ("explorer.rollout_model.gpu_memory_utilization", 0.95, "less room for others"),
+        ("model.lora_configs", adapter, "an adapter instead of the full weights"),
+    ):
+        changed = copy.deepcopy(config)
+        *parents, last = key.split(".")
+        setattr(functools.reduce(getattr, parents, changed), last, value)
+        with contextlib.suppress(BadInput):
+            then = _needs(changed, models, lengths, options)[0]
             if fits(then) is True:
                 same = [n for n in then if (n.role, n.place) == (fullest.role, fullest.place)]
-                size = (same or then)[0].size
+                size, shown = (same or then)[0].size, _LORA if value is adapter else value
                 yield Change({key: shown}, fullest.size - size, size, cost)
-                break
-
-
-def _candidates(config: AflowConfig) -> Iterator[tuple[str, Sequence[Any], str]]:
-    """Settings with values from mild to harsh, and what is lost by them."""
-    if config.engine == "local":
-        local = config.local
-        if not config.inline and config.mode == "both":
-            yield "inline", (True,), "no Ray: one process does everything in turns"
-        yield "local.micro_batch_tokens", _halves(local.micro_batch_tokens, 64), "smaller passes"
-        yield "local.max_batch", _halves(local.max_batch, 4), "fewer sequences at once: slower"
-        if local.dtype in ("fp32", "float32", "auto") and not config.deterministic:
-            yield "local.dtype", ("bf16",), "less exact sums"
-    else:
-        trainer, longest = config.trainer, limits_of(config)[2]
-        passes = _halves(trainer.max_token_len_per_gpu or 2 * longest, longest)
-        yield "trainer.max_token_len_per_gpu", passes, "smaller passes"
-        cost = "less room for whatever else is on the GPU"
-        yield "explorer.rollout_model.gpu_memory_utilization", (0.95,), cost
-        if trainer.trainer_strategy == "fsdp2" and not trainer.offload_policy:
-            cost = "states in the machine's memory: slower steps"
-            yield "trainer.offload_policy", (True,), cost
-    if not config.model.lora_configs:
-        from trinity.common.config import LoRAConfig
-
-        adapter = [LoRAConfig(lora_rank=16, lora_alpha=32)]
-        yield "model.lora_configs", (adapter,), "an adapter instead of the full weights"
-
-
-def _halves(value: int, least: int) -> list[int]:
-    """Half of it, a quarter, and so on, while not below `least`."""
-    halves = (value // 2**power for power in itertools.count(1))
-    return [*itertools.takewhile(lambda half: half >= max(1, least), halves)]
 
 
 # -- a short run ---------------------------------------------------------------------------
