@@ -83,7 +83,6 @@ def test_settings_and_flags_may_stand_anywhere(given: str, expected: dict[str, o
         (["sweep", "c.yaml", "--space", "a=1,2", "--seeds", "1,1"], "--seeds"),
         (["sweep", "c.yaml", "--space", "a=1,2", "--trials", "0"], "--trials"),
         (["estimate", "c.yaml", "--gpu-memory", "24"], "24GB"),
-        (["estimate", "c.yaml", "--gpu-memry", "24GB"], "--gpu-memory"),
     ],
 )
 def test_an_unknown_option_or_value_is_bad_input(

@@ -60,18 +60,16 @@ def _up(options: argparse.Namespace) -> int:
     from aflow_tune.find_ray import ray_base
 
     where = options.where
+    sizes = {"--num-cpus": options.num_cpus, "--num-gpus": options.num_gpus}
+    given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
     if not where:
-        sizes = {"--num-cpus": options.num_cpus, "--num-gpus": options.num_gpus}
-        given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
         started = machines.up_here(given)
         print(f"a Ray runs at {started['address']}; dashboard {started['dashboard']}")
         print(f"its files: {ray_base() / 'ray'}")
-        print("next: aflow-tune CONFIG, or aflow-tune submit CONFIG; then aflow-tune cluster down")
         return ExitCode.DONE
-    if options.num_cpus is not None or options.num_gpus is not None:
+    if given:
         cure = "leave them out, or set them in a Ray cluster YAML"
-        found = "--num-cpus or --num-gpus for several"
-        raise BadInput.of("nothing was started", "--num-cpus", "one machine", found, cure)
+        raise BadInput.of("nothing was started", given[0], "one machine", "several", cure)
     if len(where) == 1 and where[0].endswith((".yaml", ".yml")):
         config = Path(where[0])
     else:
@@ -79,8 +77,7 @@ def _up(options: argparse.Namespace) -> int:
         config = machines.hosts_yaml(where, user, options.ssh_key, options.venv)
     started = machines.up_several(config, environment=options.venv)
     print(f"the cluster of {config} is up")
-    print(f"next: ray dashboard {config}, and in another terminal")
-    print("      aflow-tune submit CONFIG --address http://127.0.0.1:8265")
+    print(f"next: ray dashboard {config}; aflow-tune submit CONFIG --address http://127.0.0.1:8265")
     if started["address"]:
         print(f"on a node: RAY_ADDRESS={started['address']} aflow-tune CONFIG")
     return ExitCode.DONE

@@ -179,25 +179,17 @@ def _shares(
 def _read_sources(
     named: Mapping[str, str], benchmarks: Mapping[str, str], rows: int, seed: int
 ) -> list[Source]:
-    """Read every source, of which `rows` rows are needed at most; the faults of all are reported
-    together."""
+    """Read every source, of which `rows` rows are needed at most."""
     from aflow_tune.data.prepare import Source
     from aflow_tune.scoring.benchmarks import BENCHMARKS, find
     from aflow_tune.scoring.gym import PREFIX
 
     sources: list[Source] = []
-    faults: list[Fault] = []
     for name, where in named.items():
-        try:
-            known = name in benchmarks or name in BENCHMARKS or name.startswith(PREFIX)
-            benchmark = find(benchmarks.get(name, name)) if known else None
-            found, sha256 = _rows(name, where, benchmark, rows, seed)
-            label = benchmark.name if benchmark else benchmarks.get(name, name)
-            sources.append(Source(name, label, found, where, sha256))
-        except BadInput as error:
-            faults += error.faults
-    if faults:
-        raise BadInput("The sources cannot be read.", faults)
+        known = name in benchmarks or name in BENCHMARKS or name.startswith(PREFIX)
+        benchmark = find(benchmarks.get(name, name)) if known else None
+        found, sha256 = _rows(name, where, benchmark, rows, seed)
+        sources.append(Source(name, benchmark.name if benchmark else name, found, where, sha256))
     return sources
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.commands.options import add_command, config_arguments, option, print_json
-from aflow_tune.errors import BadInput, ExitCode
+from aflow_tune.errors import ExitCode
 
 if TYPE_CHECKING:
     from aflow_tune.doctor.lines import Line
@@ -56,10 +56,6 @@ def _doctor(options: argparse.Namespace) -> int:
     from aflow_tune.doctor.doctor import examination
     from aflow_tune.doctor.lines import CHECK_THREAD, State, run_checks
 
-    if options.config is not None and "=" in str(options.config):
-        given = str(options.config)
-        cure = "aflow-tune doctor CONFIG.yaml key=value"
-        raise BadInput.of("There is no configuration.", given, "a YAML file", given, cure)
     started = time.monotonic()
     told: list[Line] = []
     out = sys.stdout
@@ -108,9 +104,7 @@ def _silent_output(silent: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        for stream in (sys.stdout, sys.__stdout__):
-            if stream is not None:
-                stream.flush()
+        sys.stdout.flush()
         os.dup2(kept, number)
         os.close(kept)
 

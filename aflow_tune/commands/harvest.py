@@ -109,36 +109,13 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _print_counts(counts: Mapping[str, Any], console: Console) -> None:
-    """What became of the graphs, what was kept, and what else is worth a line."""
-
-    def listed(parts: Mapping[str, int]) -> str:
-        return ", ".join(f"{name} {number}" for name, number in parts.items())
-
-    candidates, structures = counts["candidates"], counts["kept_by_structure"]
-    lines = [
-        f"{what:<26} {count:>6}  {note}".rstrip()
-        for what, count, note in (
-            ("graphs tried", sum(candidates.values()), listed(candidates)),
-            ("refused by the check", counts["refused"], listed(counts["refused_by_kind"])),
-            ("failed while they ran", counts["failed"], "".join(counts["failed_examples"][:1])),
-            ("answered wrongly", counts["wrong"], ""),
-            ("could not be scored", counts["unscored"], ""),
-            ("not tried to the end", counts["untried"], listed(counts["untried_by_reason"])),
-            ("solved their problem", counts["solved"], ""),
-            ("over a structure's share", counts["dropped_for_balance"], ""),
-            ("kept", counts["kept"], listed(counts["kept_by_source"])),
-            ("problems", counts["problems"], f"solved {counts['solved_problems']}"),
-            ("problems held out too", counts["leaks"], "dropped before"),
-            ("rollouts passed over", counts["rollouts_of_other_problems"], "of other problems"),
-            ("not answered by teacher", sum(counts["teacher_failures"].values()), "asked again"),
-        )
-    ]
-    lines += [f"{number} pairs of {structure}" for structure, number in structures.items()]
-    for who in ("executor", "teacher"):
-        if tokens := counts[who]["tokens"]:
-            usd = counts[who]["usd"]
-            price = "unpriced" if usd is None else f"${usd:.4f}"
-            lines.append(f"{who}: {tokens:,} tokens, {price}")
+    """Every count by its name, those by kind in one line."""
+    lines = []
+    for name, value in counts.items():
+        if isinstance(value, Mapping):
+            value = ", ".join(f"{part} {number}" for part, number in value.items()) or "none"
+        lines.append(f"{name.replace('_', ' ')}: {value}")
+    structures = counts["kept_by_structure"]
     if counts["dropped_for_balance"] > counts["kept"] or len(structures) == 1:
         lines.append(
             "warning: one structure is most of what solved, and would be learned by heart: add "

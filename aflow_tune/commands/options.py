@@ -4,7 +4,6 @@ plain refusal."""
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,15 +23,6 @@ class Parser(argparse.ArgumentParser):
             settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**settings)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse's; of a misspelt option says which one was meant."""
-        found, unknown = super().parse_known_args(args, namespace)
-        for word in unknown:
-            near = difflib.get_close_matches(word.partition("=")[0], self._option_string_actions, 1)
-            if word.startswith("--") and near:
-                self.error(f"there is no option {word}; did you mean {near[0]}?")
-        return found, unknown
-
     def arranged(self, words: Sequence[str]) -> list[str]:
         """The words with CONFIG first, then every `key=value`, then the options with their values.
 
@@ -40,13 +30,9 @@ class Parser(argparse.ArgumentParser):
         follows `--checkpoint` to that option. The value of an option that takes exactly one is
         left where it is, whatever it looks like.
         """
-        if not any(
-            action.dest == "overrides" and not action.option_strings for action in self._actions
-        ):
+        if not any(action.dest == "overrides" for action in self._get_positional_actions()):
             return list(words)
-        positional: list[str] = []
-        settings: list[str] = []
-        options: list[str] = []
+        positional, settings, options = [], [], []
         takes: Any = 0  # values that the option before may still take; "+": any number
         for word in words:
             if word.startswith("-"):
@@ -91,7 +77,7 @@ def option(target: Any, names: str, help: str | None = None, **settings: Any) ->
     target.add_argument(*strings, help=help, **settings)
 
 
-def _reader(expected: str, read: Callable[[str], Any], holds: Callable[[Any], bool]) -> Any:
+def reader(expected: str, read: Callable[[str], Any], holds: Callable[[Any], bool]) -> Any:
     """A type for `option` with a plain refusal."""
 
     def checked(text: str) -> Any:
@@ -106,19 +92,19 @@ def _reader(expected: str, read: Callable[[str], Any], holds: Callable[[Any], bo
     return checked
 
 
-def _bytes(text: str) -> float | None:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])i?B?\s*", text, re.IGNORECASE)
-    return match and float(match[1]) * 2 ** (10 * ("KMGT".index(match[2].upper()) + 1))
+def _bytes(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT])i?B?", text.strip(), re.IGNORECASE)
+    return float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) + 1) if match else 0.0
 
 
-count = _reader("a whole number, 1 or more", int, lambda number: number >= 1)
-natural = _reader("a whole number, 0 or more", int, lambda number: number >= 0)
-port = _reader("a port, 0 to 65535", int, lambda number: 0 <= number <= 65535)
-amount = _reader("a number above 0", float, lambda number: 0 < number < float("inf"))
-seconds = _reader("seconds above 0", float, lambda number: 0 < number <= 86400 * 365)
-temperature = _reader("a temperature, 0 to 100", float, lambda number: 0 <= number <= 100)
-size = _reader("a size with its unit, such as 24GB", _bytes, lambda number: number > 0)
-seeds = _reader(
+count = reader("a whole number, 1 or more", int, lambda number: number >= 1)
+natural = reader("a whole number, 0 or more", int, lambda number: number >= 0)
+port = reader("a port, 0 to 65535", int, lambda number: 0 <= number <= 65535)
+amount = reader("a number above 0", float, lambda number: 0 < number < float("inf"))
+seconds = reader("seconds above 0", float, lambda number: 0 < number <= 86400 * 365)
+temperature = reader("a temperature, 0 to 100", float, lambda number: 0 <= number <= 100)
+size = reader("a size with its unit, such as 24GB", _bytes, lambda number: number > 0)
+seeds = reader(
     "different whole numbers such as 0,1,2",
     lambda text: tuple(map(int, text.split(","))),
     lambda numbers: min(numbers) >= 0 and len(set(numbers)) == len(numbers),

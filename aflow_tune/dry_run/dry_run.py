@@ -1,13 +1,11 @@
 """`aflow-tune run --dry-run`: one step of a configuration, played by a script on a tiny model.
 
-Everything between the rows and the optimiser step is what a run has: reader, adapter, workflow,
-judge, recorded calls over HTTP, Ray's actors (or one process with `--inline`), experience pipeline,
-advantages, buffer, loss, weights handed on. What stands in is the policy: a tiny random model with
-its tokenizer, whose answers are scripted (`script.py`); and models behind an API, which servers on
-this machine answer for unless calls were allowed. `engine: trinity` is played on the local engines.
+Everything between the rows and the optimiser step is what a run has. What stands in is the policy,
+a tiny random model with its tokenizer, whose answers are scripted (`script.py`), and models behind
+an API, unless calls were allowed. `engine: trinity` is played on the local engines.
 
 Everything is written into a temporary folder; the run's own folder is neither read nor made. No
-running Ray is joined, whatever names it: the actors are those of a Ray of the dry run's own.
+running Ray is joined: the actors are those of a Ray of the dry run's own.
 """
 
 from __future__ import annotations
@@ -70,8 +68,7 @@ MOST_RUNS = 256
 LONGEST_RUN = 60.0
 """Seconds that a run of the workflow may take where every model answers at once."""
 WIDER = 8
-"""By how much lengths grow where another tokenizer than the model's counts them. A token of a
-trained tokenizer is rarely longer than so many bytes, each of which another one may count."""
+"""By how much lengths grow where another tokenizer than the model's counts them."""
 _MOST_TEXT = 8000
 _SHORT = 1000
 _ELSEWHERE: dict[str, Any] = {
@@ -204,7 +201,7 @@ def _chosen(whole: AflowConfig, stage: str | None) -> tuple[str, AflowConfig]:
     for name, part in parts:
         if part.mode in ("both", "colocate") and stage in (None, name):
             return name, part
-    modes = "; ".join(f"{f'stage {name}, ' if name else ''}mode: {p.mode}" for name, p in parts)
+    modes = "; ".join(f"{name} mode: {part.mode}".strip() for name, part in parts)
     where = "--stage" if stage else whole.positions.where("mode")
     expected = "a run or a stage of mode: both, or none named"
     title = "A dry run plays a run that trains on rollouts of a workflow."
@@ -359,10 +356,9 @@ class _Scene:
     def plan(self, stage: str) -> dict[str, Any]:
         """What the prepared configuration asks for, by the names that `--json` prints.
 
-        `tasks` are those of a step, `played` how many of them were played. `counts_calls`: the
-        trainer waits for `train_batch_size` calls (Trinity's default sample strategy); else it
-        trains on whole steps. `explorer_rounds` steps are explored before the explorer waits for
-        the weights of trainer step `trainer_steps`; None where it does not wait.
+        `tasks` of a step, `played` of them. `counts_calls`: the trainer waits for `train_batch_size`
+        calls (Trinity's default sample strategy); else it trains on whole steps. The explorer
+        explores `explorer_rounds` steps before it waits for trainer step `trainer_steps`.
         """
         planned = self.planned
         algorithm, sync, model = planned.algorithm, planned.synchronizer, planned.model

@@ -1,21 +1,13 @@
 """`engine: trinity`: verl's trainer and vLLM's engines, for each GPU.
 
-The trainer is verl 0.8.0's FSDP engine as Trinity 0.6.0 configures it. Sources:
+The trainer is verl 0.8.0's FSDP engine as Trinity 0.6.0 configures it (trinity/trainer/verl/
+config.py, workers.py): parameters in fp32 on all trainer GPUs (ZeRO, arXiv:1910.02054), computed in
+bf16, with gradient checkpointing; adapters in bf16 under fsdp2. `param_offload` and
+`optimizer_offload` save nothing at the peak of a train step.
 
-- trinity/trainer/verl/config.py `_build_fsdp_engine_config`, verl/workers/engine/fsdp/
-  transformer_impl.py: parameters are held in fp32 on all trainer GPUs and computed in bf16, with
-  gradient checkpointing; a reference policy's shards stay in the machine's memory.
-- trinity/trainer/verl/workers.py `_maybe_patch_lora_fsdp2`: under fsdp2 adapters are bf16.
-- verl/workers/engine/base.py `BaseEngineCtx`: `param_offload` and `optimizer_offload` save nothing
-  at the peak of a train step.
-- Rajbhandari et al., ZeRO (arXiv:1910.02054): what each GPU keeps of the states.
-- trinity/common/config_validator.py `GPUMemoryValidator`: logits and backward buffers.
-
-vLLM takes `gpu_memory_utilization` of every GPU whatever the model is; what weights, the largest
-forward pass and its own overhead leave becomes blocks of keys and values (vllm/v1/worker/
-gpu_worker.py `determine_available_memory`; Kwon et al., arXiv:2309.06180). A block of one layer
-holds 2 x block_size x kv_heads x head_size elements. block_size is 16, a forward pass has 2,048
-tokens and 128 sequences (vllm/config/cache.py, scheduler.py).
+vLLM takes `gpu_memory_utilization` of every GPU; what weights, the largest forward pass and its own
+overhead leave becomes blocks of keys and values (gpu_worker.py `determine_available_memory`;
+arXiv:2309.06180). By default a block has 16 tokens, a forward pass 2,048 tokens and 128 sequences.
 
 GPUs are shared out as Trinity does (`_set_gpu_allocation_info`): each engine gets tensor x pipeline
 x data parallel GPUs, the trainer all that is left.

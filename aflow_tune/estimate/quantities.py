@@ -235,8 +235,8 @@ def _api_dollars(config: AflowConfig, role: str, earlier: Earlier, runs: Number)
     price = price_of(model.provider, model.base_url, model.model or "", model.prices)
     if price is None:
         return Number(None, Known.UNKNOWN, f"no price of {model.model}: give models.{role}.prices")
-    read, written = price.cost(Usage(1_000_000, 0)), price.cost(Usage(0, 1_000_000))
-    if read + written == 0:
+    million = price.cost(Usage(1_000_000, 0)), price.cost(Usage(0, 1_000_000))
+    if not any(million):
         return Number(0.0, runs.known, "it costs nothing")
-    why = f"lengths are not known; a million tokens cost ${read:.2f} in, ${written:.2f} out"
-    return Number(None, Known.UNKNOWN, why)
+    why = "US dollars of a million tokens: {:.2f} in, {:.2f} out; lengths are not known"
+    return Number(None, Known.UNKNOWN, why.format(*million))

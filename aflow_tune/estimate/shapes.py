@@ -34,7 +34,7 @@ _SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 _FP32 = 4
 _TITLE = "The model's size cannot be worked out."
 FAMILIES = (
-    *("gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2"),
+    *("gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2"),
     *("qwen3", "qwen3_moe", "smollm3"),
 )
 """Counted families by `model_type`."""
@@ -178,7 +178,6 @@ def shape_of(config: Any, where: str = "config.json") -> ModelShape:
         BadInput: a family that is not counted here, or weights that are quantised.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.pytorch_utils import Conv1D
 
     family = config.model_type
     if family not in FAMILIES:
@@ -200,15 +199,13 @@ def shape_of(config: Any, where: str = "config.json") -> ModelShape:
     )
     linears, widths, sizes, norms, held, idle = [], [], [], [], 0, 0
     for path, child in layers.named_modules():
-        if isinstance(child, torch.nn.Linear | Conv1D):
-            one, other = child.weight.shape  # Conv1D: [in, out]
-            inputs, outputs = (one, other) if isinstance(child, Conv1D) else (other, one)
-            linears.append(Linear(f"{prefix}.{path}", inputs, outputs))
-            widths.append(inputs if path.endswith(("down_proj", "mlp.c_proj")) else 0)
+        if isinstance(child, torch.nn.Linear):
+            linears.append(Linear(f"{prefix}.{path}", child.in_features, child.out_features))
+            widths.append(child.in_features if path.endswith("down_proj") else 0)
     for layer in layers:
         named = [*layer.named_parameters()]
         sizes.append(sum(parameter.numel() for _, parameter in named))
-        norms.append(sum(p.numel() for name, p in named if "norm" in name or "ln_" in name))
+        norms.append(sum(p.numel() for name, p in named if "norm" in name))
         experts = [(name, p) for name, p in named if ".experts." in name]
         for name, parameter in experts:
             count = parameter.shape[0]  # [experts, hidden, intermediate]
@@ -253,35 +250,25 @@ def kept_per_token(
     """Bytes that one layer keeps of one token for the backward pass.
 
     By the bookkeeping of Korthikanti et al. (arXiv:2205.05198, section 4.1), here for RMS norms,
-    rotary embeddings, grouped-query attention whose kernel recomputes the scores (arXiv:2205.14135)
-    and a gated MLP, as transformers writes them:
+    rotary embeddings, attention whose kernel recomputes the scores (arXiv:2205.14135) and a gated
+    MLP:
 
         norms      input in fp32 (4 H), its reciprocal root mean square (4), output (e H), each
         attention  query (e Q), key and value (2 e K), output (e Q)
         MLP        gate, silu(gate), up, and their product (4 e I)
 
     with H hidden, Q = heads x head_dim, K = kv_heads x head_dim, I intermediate width and e bytes
-    an element. Trained weights add the normalised input of each norm (e H), adapters their inner
-    rows (e rank). The tests compare the sum with what autograd saves in real modules.
-
-    Args:
-        itemsize: bytes of an element that the layer computes in.
-        lora: the adapter that is trained; None: the weights themselves.
-        keys: keys for each token; above 1 where a shared prefix is repeated.
-        gathered: attention's output is brought into another order, so its copy is kept too.
+    an element (`itemsize`). Trained weights add the normalised input of each norm (e H), adapters
+    their inner rows (e rank). `keys`: of each token, above 1 where a shared prefix is repeated.
+    `gathered`: attention's output is brought into another order, so its copy is kept too.
     """
     hidden, own = shape.hidden, itemsize if lora is None else 0
     q_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    if shape.family != "gpt2":
-        count, rest = divmod(shape.norms, hidden)
-        norms = count * (_FP32 * hidden + _FP32 + (itemsize + own) * hidden)
-        if rest == 2 * shape.head_dim:
-            norms += (q_width + kv_width) * (_FP32 + own)
-    else:  # LayerNorm: input, mean and deviation, output
-        norms = 2 * (itemsize * 2 * hidden + 2 * _FP32)
+    count, rest = divmod(shape.norms, hidden)
+    norms = count * (_FP32 * hidden + _FP32 + (itemsize + own) * hidden)
+    if rest:  # of queries and keys, by heads
+        norms += (q_width + kv_width) * (_FP32 + own)
     attention = 2 * q_width + 2 * keys * kv_width + (q_width if gathered else 0)
-    # gelu by its tanh formula keeps input, half of it, tanh, 1 + tanh and the product
-    mlp = (5 if shape.family == "gpt2" else 4) * shape.mlp
     adapted = sum(lora.adapts(linear.path) for linear in shape.linears) if lora else 0
     rows = lora.rank * adapted / shape.layers if lora else 0.0
-    return norms + itemsize * (attention + mlp + rows)
+    return norms + itemsize * (attention + 4 * shape.mlp + rows)
