@@ -78,9 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.BAD_INPUT
     try:
         options = parser.parse_args(_arranged(commands, arguments))
-    except SystemExit as ended:  # argparse: help was shown, or the command line is wrong
-        return int(ended.code or 0)
-    try:
         return int(options.action(options))
     except AflowTuneError as error:
         print(f"\naflow-tune: {error}", file=sys.stderr)

@@ -236,7 +236,7 @@ def test_keys_are_sent_where_they_belong_and_kept_nowhere(
         (["--endpoint", "localhost:8000", "--model", "m"], "an http or https URL"),
         (["--endpoint", "http://127.0.0.1:9"], "no --model"),
         (["--model", "m"], "no --endpoint"),
-        (["--samples", "0"], "--samples"),
+        (["--samples", "0"], "--samples 0"),
         (["--limit", "-1"], "1 or more"),
         (["--checkpoint", "last"], "no such checkpoint"),
         (["buffer.explorer_input.eval_tasksets=[]"], "at least one held-out task set"),

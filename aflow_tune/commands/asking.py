@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.commands.options import (
+    COUNT,
     REPEATED,
     Parser,
     add_command,
-    count,
+    checked,
     key_variable,
     option,
-    port,
     print_json,
     refuse,
-    seconds,
-    temperature,
     together,
     write_text,
 )
@@ -81,7 +79,7 @@ def _model_options(parser: Parser) -> None:
         parser,
         "--temperature T",
         "of the policy; default: as the configuration evaluates held-out tasks",
-        type=temperature,
+        **checked("0 or more", lambda value: 0 <= value <= 100, float),
     )
 
 
@@ -99,10 +97,10 @@ def add_parser(commands: Any) -> None:
     option(parser, "--type --problem-type", "of the problem", choices=["math", "code", "qa"])
     option(parser, "--truth --ground-truth TEXT", "the right answer; for code a file of tests")
     option(parser, "--entry-point NAME", "the function to write, for code")
-    option(parser, "--samples N", "how often to ask", type=count, default=1)
+    option(parser, "--samples N", "how often to ask", **COUNT, default=1)
     option(parser, "--batch FILE", "a JSONL file of problems", type=Path)
     option(parser, "--out FILE", "where results of --batch go", type=Path)
-    option(parser, "--at-once N", "rows of --batch worked on together", type=count, default=8)
+    option(parser, "--at-once N", "rows of --batch worked on together", **COUNT, default=8)
     option(parser, "--json", "print the result as JSON")
     option(parser, "--svg FILE", "draw the workflow's graph there", type=Path)
     _add_serve(commands)
@@ -255,7 +253,8 @@ def _add_serve(commands: Any) -> None:
         epilog=_SERVE_EPILOG,
     )
     _model_options(parser)
-    option(parser, "--port N", "0: a free one", type=port, default=8080)
+    port = checked("0 to 65535", lambda number: 0 <= number <= 65535)
+    option(parser, "--port N", "0: a free one", **port, default=8080)
     option(
         parser,
         "--host ADDRESS",
@@ -267,14 +266,14 @@ def _add_serve(commands: Any) -> None:
         parser,
         "--at-once N",
         "problems worked on together; one more is told 429",
-        type=count,
+        **COUNT,
         default=4,
     )
     option(
         parser,
         "--timeout SECONDS",
         "for one problem; default: rollout.run_timeout of the configuration",
-        type=seconds,
+        **checked("seconds above 0", lambda value: 0 < value < float("inf"), float),
     )
 
 

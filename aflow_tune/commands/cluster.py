@@ -69,7 +69,7 @@ def _up(options: argparse.Namespace) -> int:
         return ExitCode.DONE
     if given:
         cure = "leave them out, or set them in a Ray cluster YAML"
-        raise BadInput.of("nothing was started", given[0], "one machine", "several", cure)
+        raise BadInput.of("nothing was started", "--num-cpus", "one machine", "several", cure)
     if len(where) == 1 and where[0].endswith((".yaml", ".yml")):
         config = Path(where[0])
     else:

@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import REPEATED, add_command, count, natural, option, refuse
+from aflow_tune.commands.options import COUNT, NATURAL, REPEATED, add_command, option, refuse
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ def add_parser(commands: Any) -> None:
         **REPEATED,
     )
     option(verb, "--out DIR", "where to write", type=Path, required=True)
-    option(verb, "--train N", "rows (1000)", type=count, default=1000)
-    option(verb, "--validation N", "rows (100)", type=natural, default=100)
-    option(verb, "--test N", "rows (100)", type=natural, default=100)
+    option(verb, "--train N", "rows (1000)", **COUNT, default=1000)
+    option(verb, "--validation N", "rows (100)", **NATURAL, default=100)
+    option(verb, "--test N", "rows (100)", **NATURAL, default=100)
     option(verb, "--seed SEED", "which rows are drawn (0)", type=int, default=0)
     option(verb, "--force", "replace files that are there")
     text = "find held-out rows that stand in the training data"
@@ -163,33 +163,42 @@ def _shares(
 
     if len(named) == 1 and not ratios:
         return dict.fromkeys(named, Fraction(1))
-    kinds = {name: kind_of(name, benchmarks.get(name)) for name in named}
-    if not ratios and all(kinds.values()):
-        return default_shares({name: str(kind) for name, kind in kinds.items()})
+    where, expected = "--ratio", "shares above 0, together 1, for every source or for none"
     try:
-        return exact_shares({name: float(ratios[name]) for name in named})
+        if ratios:
+            return exact_shares({name: float(ratios[name]) for name in named})
+        kinds = {name: kind_of(name, benchmarks.get(name)) for name in named}
+        where = next((f"--source {name}" for name, kind in kinds.items() if kind is None), "")
+        if not where:
+            return default_shares({name: str(kind) for name, kind in kinds.items()})
+        found = "a kind that is not known; mathematics, code and QA have default shares"
     except (KeyError, ValueError) as error:
-        expected = (
-            "shares above 0, together 1, for every source; mathematics, code and QA need none"
-        )
-        cure = " ".join(f"--ratio {name}={1 / len(named):.3g}" for name in named)
-        raise BadInput.of("The shares do not fit.", "--ratio", expected, str(error), cure) from None
+        found = str(error)
+    cure = " ".join(f"--ratio {name}={1 / len(named):.3g}" for name in named)
+    raise BadInput.of("The shares do not fit.", where, expected, found, cure)
 
 
 def _read_sources(
     named: Mapping[str, str], benchmarks: Mapping[str, str], rows: int, seed: int
 ) -> list[Source]:
-    """Read every source, of which `rows` rows are needed at most."""
+    """Read every source, of which `rows` rows are needed at most; the faults of all together."""
     from aflow_tune.data.prepare import Source
     from aflow_tune.scoring.benchmarks import BENCHMARKS, find
     from aflow_tune.scoring.gym import PREFIX
 
     sources: list[Source] = []
+    faults: list[Fault] = []
     for name, where in named.items():
-        known = name in benchmarks or name in BENCHMARKS or name.startswith(PREFIX)
-        benchmark = find(benchmarks.get(name, name)) if known else None
-        found, sha256 = _rows(name, where, benchmark, rows, seed)
-        sources.append(Source(name, benchmark.name if benchmark else name, found, where, sha256))
+        label = benchmarks.get(name, name)
+        try:
+            known = name in benchmarks or name in BENCHMARKS or name.startswith(PREFIX)
+            benchmark = find(label) if known else None
+            found, sha256 = _rows(name, where, benchmark, rows, seed)
+            label = benchmark.name if benchmark else label
+            sources.append(Source(name, label, found, where, sha256))
+        except BadInput as error:
+            faults += error.faults
+    refuse("The sources cannot be read.", faults)
     return sources
 
 
@@ -219,11 +228,14 @@ def _rows(
         return read_hub(HubSource(dataset[1], subset, split, to_row)), None
     table = _read_file(path)
     fields = benchmark.fields if benchmark else ()
-    for row, place in zip(table.rows, table.places, strict=True):
-        if any(row.get(field) is None for field in fields):
-            expected, found = f"the fields of {name}: {', '.join(fields)}", ", ".join(row)
-            cure = "add the field, or name the right --benchmark"
-            raise BadInput.of("Rows of another form.", place, expected, found, cure)
+    expected = f"the fields of {name}: {', '.join(fields)}"
+    cure = "add the field, or name the right --benchmark"
+    faults = [
+        Fault(place, expected, ", ".join(row) or "nothing", cure)
+        for row, place in zip(table.rows, table.places, strict=True)
+        if any(row.get(field) is None for field in fields)
+    ]
+    refuse("Rows of another form.", faults[:5])
     return table.rows, hashlib.sha256(path.read_bytes()).hexdigest()
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.commands.options import (
+    COUNT,
     REPEATED,
     SEVERAL,
     add_command,
     config_arguments,
-    count,
     key_variable,
     option,
     print_json,
@@ -73,8 +73,8 @@ def add_parser(commands: Any) -> None:
     option(
         parser, "--compare", "measure two and compare them in pairs", nargs=2, metavar=("A", "B")
     )
-    option(parser, "--samples K", "runs of each task", type=count, default=1)
-    option(parser, "--limit N", "only the first N tasks of each set", type=count)
+    option(parser, "--samples K", "runs of each task", **COUNT, default=1)
+    option(parser, "--limit N", "only the first N tasks of each set", **COUNT)
     option(
         parser,
         "--vary KEY=V1,V2",

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.commands.options import add_command, count, option, refuse
+from aflow_tune.commands.options import COUNT, add_command, option, refuse
 from aflow_tune.errors import ExitCode, Fault
 
 _DESCRIPTION = """\
@@ -58,12 +58,12 @@ def add_parser(commands: Any) -> None:
         "a step",
     )
     option(parser, "--config FILE", "in place of the run's resolved.yaml", type=Path)
-    option(parser, "--top N", "for workflows: how many at most (default 10)", type=count)
+    option(parser, "--top N", "for workflows: how many at most (default 10)", **COUNT)
     option(
         parser,
         "--least-uses N",
         "for workflows: leave out structures with fewer uses (default 3)",
-        type=count,
+        **COUNT,
     )
     option(
         parser,

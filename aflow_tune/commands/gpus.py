@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.commands.options import REPEATED, add_command, option, reader, refuse
+from aflow_tune.commands.options import REPEATED, add_command, checked, option, refuse
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 _EPILOG = """\
@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
         parser,
         "--interval S",
         "seconds between two looks of --monitor (2)",
-        type=reader("0.1 to 86400 seconds", float, lambda number: 0.1 <= number <= 86400),
+        **checked("0.1 to 86400", lambda number: 0.1 <= number <= 86400, float),
         default=2.0,
     )
     option(parser, "--log FILE", "also append each look to FILE, as a line of JSON", type=Path)
@@ -73,8 +73,8 @@ def add_parser(commands: Any) -> None:
         **REPEATED,
     )
     option(verb, "--config CONFIG", "a YAML whose protected_pids count as well", type=Path)
-    grace = reader("0 to 86400 seconds", float, lambda number: 0 <= number <= 86400)
-    option(verb, "--grace S", "seconds between SIGTERM and SIGKILL (10)", type=grace, default=10.0)
+    grace = checked("0 to 86400", lambda number: 0 <= number <= 86400, float)
+    option(verb, "--grace S", "seconds between SIGTERM and SIGKILL (10)", **grace, default=10.0)
     option(verb, "--yes", "do not ask")
 
 

@@ -99,16 +99,32 @@ def _bytes(text: str) -> float:
 
 count = reader("a whole number, 1 or more", int, lambda number: number >= 1)
 natural = reader("a whole number, 0 or more", int, lambda number: number >= 0)
-port = reader("a port, 0 to 65535", int, lambda number: 0 <= number <= 65535)
 amount = reader("a number above 0", float, lambda number: 0 < number < float("inf"))
-seconds = reader("seconds above 0", float, lambda number: 0 < number <= 86400 * 365)
-temperature = reader("a temperature, 0 to 100", float, lambda number: 0 <= number <= 100)
 size = reader("a size with its unit, such as 24GB", _bytes, lambda number: number > 0)
 seeds = reader(
     "different whole numbers such as 0,1,2",
     lambda text: tuple(map(int, text.split(","))),
     lambda numbers: min(numbers) >= 0 and len(set(numbers)) == len(numbers),
 )
+
+
+def checked(
+    expected: str, holds: Callable[[Any], bool], read: Callable[[str], Any] = int, place: str = ""
+) -> dict[str, Any]:
+    """Settings of an option whose value has to hold; else BadInput at `place`, or its name."""
+
+    class Checked(argparse.Action):
+        def __call__(self, parser: Any, namespace: Any, values: Any, name: Any = None) -> None:
+            if not holds(values):
+                where, title = place.format(name, values) or name, "The command line does not fit."
+                raise BadInput.of(title, where, expected, str(values), f"{name} {expected}")
+            setattr(namespace, self.dest, values)
+
+    return {"type": read, "action": Checked}
+
+
+COUNT = checked("1 or more", lambda number: number >= 1, place="{} {}")
+NATURAL = checked("0 or more", lambda number: number >= 0, place="{} {}")
 
 
 def names(text: str) -> list[str]:

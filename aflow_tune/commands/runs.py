@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.commands.options import (
+    COUNT,
+    NATURAL,
     REPEATED,
     Parser,
     add_command,
-    count,
-    natural,
     option,
     print_json,
     refuse,
@@ -101,8 +101,8 @@ def add_parser(commands: Any) -> None:
     clean = "take away checkpoints that are neither newest nor best"
     verb = add_command(actions, "clean", _clean, help=clean, description=_CLEAN)
     _folders(verb)
-    option(verb, "--keep-last N", "newest (1)", type=count, default=1)
-    option(verb, "--keep-best N", "best ones (1)", type=natural, default=1)
+    option(verb, "--keep-last N", "newest (1)", **COUNT, default=1)
+    option(verb, "--keep-best N", "best ones (1)", **NATURAL, default=1)
     either = verb.add_mutually_exclusive_group()
     option(either, "--yes", "do not ask")
     option(either, "--dry-run", "only show what would go")

@@ -356,7 +356,7 @@ class _Scene:
     def plan(self, stage: str) -> dict[str, Any]:
         """What the prepared configuration asks for, by the names that `--json` prints.
 
-        `tasks` of a step, `played` of them. `counts_calls`: the trainer waits for `train_batch_size`
+        `tasks` of a step, `played` of them. `counts_calls`: the trainer awaits `train_batch_size`
         calls (Trinity's default sample strategy); else it trains on whole steps. The explorer
         explores `explorer_rounds` steps before it waits for trainer step `trainer_steps`.
         """
