@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aflow_tune import cli
-from aflow_tune.commands.init_project import write_project
+from aflow_tune.commands.run import write_project
 from aflow_tune.errors import AlreadyFinished, BadInput, ExitCode, Interrupted, RunFailed
 
 

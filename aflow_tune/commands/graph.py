@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -306,26 +306,21 @@ def _as_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def _as_text(verdict: Verdict, limits: CheckLimits) -> str:
-    from aflow_tune.graph.draw import shortened, to_mermaid
-    from aflow_tune.writer.results import operators_of
+    """What `_as_json` has, to read: the verdict, the worst case, each refusal, the drawing."""
+    from aflow_tune.graph.draw import shortened
 
-    written, graph, bound = verdict.written, verdict.graph, verdict.bound
-    lines = ["fine: it may run" if verdict.ok else "refused"]
-    if written is not None:
-        lines.append(f"form: {written.form.value} {shortened('; '.join(written.notes), 400)}")
-    if graph is not None:
-        used = ", ".join(f"{name} {count}" for name, count in operators_of(graph).items())
-        lines.append(f"call sites: {shortened(used, 400) or 'none'}")
-    if bound is not None:
-        money = "" if bound.usd is None else f", ${bound.usd:.4f}"
-        lines.append(
-            f"at worst: operator calls {bound.operator_calls:,}, model calls "
-            f"{bound.model_calls:,}, {bound.prompt_tokens:,} prompt and "
-            f"{bound.completion_tokens:,} completion tokens{money}"
-        )
-    lines.append(f"model calls allowed: {limits.model_calls:,}; a run is stopped there")
+    found = _as_json(verdict)
+
+    def listed(values: Mapping[str, Any] | None) -> str:
+        pairs = (values or {}).items()
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in pairs) or "none"
+
+    lines = [
+        "fine: it may run" if verdict.ok else "refused",
+        f"form: {found['form']} {shortened('; '.join(found['notes']), 400)}",
+        f"call sites: {shortened(listed(found['operators']), 400)}",
+        f"at worst: {listed(found['bound'])}; model calls allowed: {limits.model_calls}",
+    ]
     for number, refusal in enumerate(verdict.refusals, 1):
         lines.append(f"{number}. [{refusal.kind.value}] {shortened(str(refusal), 600)}")
-    if graph is not None and graph.flow.nodes:
-        lines += ["", to_mermaid(graph.flow).rstrip()]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", (found["mermaid"] or "").rstrip()]).rstrip()

@@ -6,16 +6,14 @@ Parses, calls and shows; what is tried and kept is decided below.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aflow_tune.commands.options import SEVERAL, add_command, config_arguments, option, print_json
 from aflow_tune.errors import ExitCode
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _DESCRIPTION = """\
 Collect pairs of a problem and a graph that solves it, from which a policy can learn by supervised
@@ -78,18 +76,16 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from aflow_tune.tuning import harvest_config
 
-    console = Console(stderr=options.json)
     last = 0.0
+    out = sys.stderr if options.json else sys.stdout
 
     def say(text: str) -> None:
         nonlocal last
         if not text.startswith("harvesting:") or time.monotonic() - last > _LINE_SECONDS:
             last = time.monotonic()
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            print(text, file=out, flush=True)
 
     summary = harvest_config(
         options.config,
@@ -102,13 +98,13 @@ def _run(options: argparse.Namespace) -> int:
     )
     if options.json:
         print_json({**summary.counts, "pairs": str(summary.pairs)})
-        return ExitCode.DONE
-    _print_counts(summary.counts, console)
-    console.print(f"pairs:  {summary.pairs}", markup=False, soft_wrap=True)
+    else:
+        _print_counts(summary.counts)
+        print(f"pairs:  {summary.pairs}")
     return ExitCode.DONE
 
 
-def _print_counts(counts: Mapping[str, Any], console: Console) -> None:
+def _print_counts(counts: Mapping[str, Any]) -> None:
     """Every count by its name, those by kind in one line."""
     lines = []
     for name, value in counts.items():
@@ -121,4 +117,4 @@ def _print_counts(counts: Mapping[str, Any], console: Console) -> None:
             "warning: one structure is most of what solved, and would be learned by heart: add "
             "sources, problems of another kind, or raise harvest.per_structure"
         )
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    print(*lines, sep="\n")

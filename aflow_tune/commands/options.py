@@ -32,7 +32,9 @@ class Parser(argparse.ArgumentParser):
         """
         if not any(action.dest == "overrides" for action in self._get_positional_actions()):
             return list(words)
-        positional, settings, options = [], [], []
+        positional: list[str] = []
+        settings: list[str] = []
+        options: list[str] = []
         takes: Any = 0  # values that the option before may still take; "+": any number
         for word in words:
             if word.startswith("-"):

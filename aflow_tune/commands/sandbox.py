@@ -112,16 +112,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(execution.to_json()))
     else:
-        print(
-            f"outcome:    {execution.ending.value} (exit code {execution.exit_code})",
-            f"level:      {execution.level.value}",
-            f"limits hit: {', '.join(execution.limits_hit) or 'none'}",
-            f"seconds:    {execution.seconds:.3f}",
-            sep="\n",
-        )
-        for name in ("stdout", "stderr"):
-            if text := _harmless(getattr(execution, name)):
-                print(f"{name}:\n{text}", end="" if text.endswith("\n") else "\n")
+        for name, value in execution.to_json().items():
+            print(f"{name.replace('_', ' ')}: {_harmless(str(value))}")
     return ExitCode.DONE if execution.ok else ExitCode.FAILED
 
 

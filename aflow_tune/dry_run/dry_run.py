@@ -184,7 +184,8 @@ def dry_run(
         if failure is None and not result.trained:
             result.failure = "the gradient of the step was not finite: the step changed nothing"
         result.real, result.stood_in = scene.real(result.trained), scene.stood_in()
-        result.warnings = [*scene.warnings, *_doubts(result, options)]
+        doubts = _doubts(as_json(result), result.trained, options)
+        result.warnings = [*scene.warnings, *doubts]
         result.seconds = time.monotonic() - started
         return result
 
@@ -208,10 +209,10 @@ def _chosen(whole: AflowConfig, stage: str | None) -> tuple[str, AflowConfig]:
     raise BadInput.of(title, where, expected, f"{stage or ''} {modes}", "name such a stage")
 
 
-def _doubts(result: DryRunResult, options: DryRunOptions) -> Iterator[str]:
+def _doubts(facts: Mapping[str, Any], trained: bool, options: DryRunOptions) -> Iterator[str]:
     """What the numbers are a reason to look at."""
-    kinds = by_kind(result)
-    if options.answers is not None and result.runs and not {GOOD, BAD} & kinds.keys():
+    kinds = facts["answers"]["by_kind"]
+    if options.answers is not None and kinds and not {GOOD, BAD} & kinds.keys():
         yield f"no row that was played has a line in {options.answers}"
     means = {kind: found["reward"] for kind, found in kinds.items() if found["reward"] is not None}
     good = [means[kind] for kind in (GOOD, TRUTH) if kind in means]
@@ -221,7 +222,7 @@ def _doubts(result: DryRunResult, options: DryRunOptions) -> Iterator[str]:
             "the reward does not tell good answers from bad ones here. Where the workflow wants "
             "them in another form than they were given, --answers gives them in that form"
         )
-    if result.trained and groups(result).get("mixed") == 0:
+    if trained and facts["groups"].get("mixed") == 0:
         yield "no group has two different rewards: such a step teaches nothing"
 
 
@@ -488,14 +489,13 @@ class DryRunResult:
         return self.failure is None and any(name in self.metrics for name in GRADIENT_NORM)
 
     @property
+    def fill(self) -> dict[str, Any]:
+        return fill_of(self.plan, self.metrics.get(_COUNT, 0.0))
+
+    @property
     def good(self) -> bool:
         """Whether a batch fills and a step was made of it: exit code 0."""
         return self.trained and bool(self.fill["fills"])
-
-    @property
-    def fill(self) -> dict[str, Any]:
-        """How the calls of a step fill the trainer's batch."""
-        return fill_of(self.plan, self.metrics.get(_COUNT, 0.0))
 
 
 def fill_of(plan: Mapping[str, Any], played: float) -> dict[str, Any]:
@@ -528,38 +528,15 @@ def fill_of(plan: Mapping[str, Any], played: float) -> dict[str, Any]:
     return {"experiences": whole, "wanted": wanted, "fills": fills, "words": words}
 
 
-def groups(result: DryRunResult) -> dict[str, int]:
-    """Groups of runs by their rewards: `mixed`, `all best`, `all worst`, `failed` (no run of it
-    succeeded) and `lone` (one did, and was taken out). The first three are the run filter's own."""
-    tasks = {run.task for run in result.runs}
-    alive = len({run.task for run in result.runs if run.failure is None})
-    lone = round(result.metrics.get(_LONE, 0.0))
-    found = {"failed": len(tasks) - alive, "lone": lone}
-    for name, key in GROUP_HEALTH.items():
-        if key in result.metrics:
-            found[name] = round(result.metrics[key] * (alive - lone))
-    return found
-
-
-def by_kind(result: DryRunResult) -> dict[str, dict[str, Any]]:
-    """Runs, failed ones and mean reward of each kind of answers, in the order of first use."""
-    found: dict[str, dict[str, Any]] = {}
-    for kind in dict.fromkeys(run.kind for run in result.runs):
-        runs = [run for run in result.runs if run.kind == kind]
-        rewards = [run.reward for run in runs if run.reward is not None]
-        found[kind] = {
-            "runs": len(runs),
-            "failed": sum(run.failure is not None for run in runs),
-            "reward": statistics.fmean(rewards) if rewards else None,
-        }
-    return found
-
-
 def as_json(result: DryRunResult) -> dict[str, Any]:
     """Everything as plain data. Tokens are of the trained calls of a whole step, the longest ones
-    of those that were played."""
-    plan, metrics = result.plan, result.metrics
-    calls = [call for run in result.runs if run.failure is None for call in run.calls]
+    of those that were played.
+
+    groups: `mixed`, `all best`, `all worst` are the run filter's own counts; in a `failed` one no
+    run succeeded; in a `lone` one one did, and was taken out.
+    """
+    plan, metrics, runs = result.plan, result.metrics, result.runs
+    calls = [call for run in runs if run.failure is None for call in run.calls]
     scale, tokens = plan["tasks"] / plan["played"], {}
     if calls:
         sums = {key: sum(call[key] for call in calls) * scale for key in calls[0]}
@@ -569,43 +546,55 @@ def as_json(result: DryRunResult) -> dict[str, Any]:
             "longest_response": max(call["response"] for call in calls),
             "longest": max(call["prompt"] + call["response"] for call in calls),
         }
-    values = [run.reward for run in result.runs if run.reward is not None]
-    rewards = None
+    kinds: dict[str, dict[str, Any]] = {}
+    for kind in dict.fromkeys(run.kind for run in runs):
+        rewards = [run.reward for run in runs if run.kind == kind]
+        known = [reward for reward in rewards if reward is not None]
+        mean = statistics.fmean(known) if known else None
+        kinds[kind] = {
+            "runs": len(rewards),
+            "failed": sum(run.failure is not None for run in runs if run.kind == kind),
+            "reward": mean,
+        }
+    values = [run.reward for run in runs if run.reward is not None]
+    spread: dict[str, float] | None = None
     if values:
         middle = {"mean": statistics.fmean(values), "median": statistics.median(values)}
-        rewards = {"count": len(values), "least": min(values), **middle, "greatest": max(values)}
+        spread = {"count": len(values), "least": min(values), **middle, "greatest": max(values)}
+    alive = len({run.task for run in runs if run.failure is None})
+    lone = round(metrics.get(_LONE, 0.0))
+    groups = {"failed": len({run.task for run in runs}) - alive, "lone": lone}
+    for name, key in GROUP_HEALTH.items():
+        if key in metrics:
+            groups[name] = round(metrics[key] * (alive - lone))
     step = {name: [metrics[key] for key in keys if key in metrics] for name, keys in _STEP.items()}
-    first = next((run for run in result.runs if run.failure is not None), None)
+    first = next((run for run in runs if run.failure is not None), None)
     frames = _PLACE.findall(first.detail) if first else []  # the innermost one says where
     place = "{}:{} ({})".format(*frames[-1]) if frames else None
+    failure = result.failure
+    if failure is None:
+        filled = f"the batch does not fill: {result.fill['words']}"
+        failure = filled if result.trained else "no optimiser step was made"
     return {
         "ok": result.good,
-        "failure": None if result.good else _failure(result),
+        "failure": None if result.good else failure,
         "seconds": result.seconds,
         "plan": plan,
         "answers": {
-            "sources": dict(Counter(run.source for run in result.runs)),
-            "by_kind": by_kind(result),
+            "sources": dict(Counter(run.source for run in runs)),
+            "by_kind": kinds,
         },
-        "rewards": rewards,
-        "groups": groups(result),
+        "rewards": spread,
+        "groups": groups,
         "batch": result.fill,
         "tokens": tokens,
         "step": {name: values[0] for name, values in step.items() if values},
-        "failed_runs": dict(Counter(run.failure for run in result.runs if run.failure)),
+        "failed_runs": dict(Counter(run.failure for run in runs if run.failure)),
         "first_failure": first and asdict(first) | {"place": place},
         "real": result.real,
         "stood_in": result.stood_in,
         "warnings": result.warnings,
     }
-
-
-def _failure(result: DryRunResult) -> str:
-    if result.failure is not None:
-        return result.failure
-    if not result.trained:
-        return "no optimiser step was made"
-    return f"the batch does not fill: {result.fill['words']}"
 
 
 def render(result: DryRunResult) -> str:

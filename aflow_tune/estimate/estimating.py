@@ -6,7 +6,7 @@ a run, without asking a cluster; `engine: trinity` can be estimated on a machine
 What does not fit is estimated again with a few other settings, one at a time.
 
 `--measure` runs the command itself for two steps in a folder that is removed: its metrics say what
-an estimate cannot know, its process tree how much memory it took.
+an estimate cannot know.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from aflow_tune.config.validate import functions_of
 from aflow_tune.errors import BadInput, RunFailed
 from aflow_tune.estimate.gpus import gpu_needs, gpus_of
 from aflow_tune.estimate.local import local_needs
-from aflow_tune.estimate.needs import GIB, Change, Estimate, Need, fits
+from aflow_tune.estimate.needs import Change, Estimate, Need, fits
 from aflow_tune.estimate.quantities import (
     Earlier,
     EstimateOptions,
@@ -45,7 +45,6 @@ from aflow_tune.estimate.shapes import NamedModel, named_model
 
 MEASURED_STEPS = 2
 """The first step also warms up; of a metric the mean of both counts."""
-_MEASURED_EVERY = 0.5
 _CGROUP = Path("/sys/fs/cgroup")
 _LORA = "[{lora_rank: 16, lora_alpha: 32}]"
 
@@ -118,9 +117,6 @@ def _estimate(
         model += f", {shape.active_parameters / 1e9:.2f} B of them for each token"
     if config.engine != "local" and gpus_of(config, options.gpus) is None:
         notes.append("one GPU for the trainer: give --gpus, or cluster.node_num and gpu_per_node")
-    if earlier.peak is not None:
-        gib = earlier.peak / GIB
-        notes.append(f"the two measured steps took {gib:.2f} GiB, without evaluations")
     found = Estimate(name, config.engine, model, needs, notes=notes)
     if rolls_out:
         found.quantities = step_quantities(config, lengths, options, earlier, gpus)
@@ -223,36 +219,10 @@ def _measured(
         ]
         command = [sys.executable, "-m", "aflow_tune.cli", "run", str(path), *overrides, *short]
         print(f"measuring {MEASURED_STEPS} steps ...", file=sys.stderr, flush=True)
-        code, peak, output = run_measured(command, Path(folder))
-        if code:
-            last = "\n".join(output.splitlines()[-20:])
-            raise RunFailed(f"the short run exited with {code}:\n{last}")
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        if done.returncode:
+            last = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
+            raise RunFailed(f"the short run exited with {done.returncode}:\n{last}")
         (metrics,) = Path(folder).rglob("metrics.jsonl")
         place = f"{MEASURED_STEPS} steps measured on this machine just now"
-        earlier = Earlier.of(metrics.parent, place)
-    earlier.peak = peak
-    return earlier
-
-
-def run_measured(command: Sequence[str], folder: Path) -> tuple[int, float, str]:
-    """Run a command; its exit code, the largest memory of its process tree in bytes, and what it
-    printed. Shared pages are divided among their sharers where that is known (Linux)."""
-    peak = 0.0
-    with (folder / "output.txt").open("w+", errors="replace") as output:
-        process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            while process.poll() is None:
-                total = 0.0
-                for one in (process, *process.children(recursive=True)):
-                    with contextlib.suppress(psutil.Error):
-                        full = one.memory_full_info()
-                        total += getattr(full, "pss", full.uss)
-                peak = max(peak, total)
-                with contextlib.suppress(psutil.TimeoutExpired):
-                    process.wait(_MEASURED_EVERY)
-        finally:
-            if process.poll() is None:
-                process.terminate()  # its own handler saves and takes its Ray down
-                process.wait()
-        output.seek(0)
-        return process.returncode, peak, output.read()
+        return Earlier.of(metrics.parent, place)

@@ -77,12 +77,10 @@ class EstimateOptions:
 
 @dataclass
 class Earlier:
-    """What the metrics of an earlier run say; empty where there is none. `peak`: bytes that its
-    process tree took at most, where that was measured."""
+    """What the metrics of an earlier run say; empty where there is none."""
 
     lines: list[MetricsLine] = field(default_factory=list)
     place: str = ""
-    peak: float | None = None
 
     @classmethod
     def of(cls, folder: Path, place: str = "") -> Earlier:
