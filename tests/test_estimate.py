@@ -131,7 +131,6 @@ def test_what_does_not_fit_says_what_to_change(capsys, project):
     memory = f"{(whole - 2e9) / GIB:.3f}GB"
     found = run(capsys, *arguments, "--memory", memory, code=1)
     (change,) = [c for c in found["runs"][0]["changes"] if c["settings"] == {"inline": True}]
-    assert change["saved_bytes"] == pytest.approx(whole - inline)
     assert change["bytes"] == pytest.approx(inline)
     assert main(["estimate", *map(str, arguments), "--memory", memory]) == 1
     text = capsys.readouterr().out
@@ -140,8 +139,6 @@ def test_what_does_not_fit_says_what_to_change(capsys, project):
 
 
 def test_an_auxiliary_model_shares_mapped_weights_and_is_not_updated(capsys, project, tiny):
-    half = parts(run(capsys, project, "--inline", "--no-rehearsal", "local.dtype=bf16"))
-    assert half["sampler weights"] == half["trainer weights"]  # converted: a copy each
     alone = parts(run(capsys, project, "--inline", "--no-rehearsal"))
     assert "trainer weights" not in alone
     judge = {"name": "judge", "model_path": str(tiny)}
@@ -201,17 +198,6 @@ def test_seven_billion_on_two_gpus(capsys, seven):
     assert run(capsys, seven, "--gpus", 2, "--no-rehearsal")["fits"] is None
     one = run(capsys, seven, "--gpus", 1, "--no-rehearsal")["runs"][0]["needs"][0]
     assert one["role"] == "rollout and trainer, colocated"
-
-
-def test_changes_are_measured_where_it_was_too_full(capsys, seven):
-    full = (seven, "model.lora_configs=null", "--gpus", 2, "--no-rehearsal")
-    found = run(capsys, *full, "--gpu-memory", "80GB", code=1)
-    settings = [tuple(change["settings"]) for change in found["runs"][0]["changes"]]
-    assert {("trainer.offload_policy",), ("model.lora_configs",)} <= set(settings)
-    # The GPU has room for the full weights; the machine has none for the reference policy's.
-    found = run(capsys, *full, "--gpu-memory", "200GB", "--memory", "50GB", code=1)
-    (change,) = found["runs"][0]["changes"]
-    assert (change["bytes"], change["saved_bytes"]) == (4 * GIB + 4 * SEVEN, 4 * SEVEN)
 
 
 @pytest.mark.parametrize(
