@@ -55,7 +55,7 @@ def test_each_ending_has_its_code(
         ("--inline c.yaml seed=1", {"overrides": ["seed=1"], "inline": True}),
         (
             "eval c.yaml --checkpoint last seed=1 --json",
-            {"overrides": ["seed=1"], "checkpoint": ["last"], "json": True},
+            {"overrides": ["seed=1"], "checkpoints": ["last"], "json": True},
         ),
         ("eval c.yaml --vary top_p=1 x[0].y=2", {"overrides": ["x[0].y=2"], "vary": ["top_p=1"]}),
         ("eval c.yaml --out a=b --limit 3", {"overrides": [], "out": Path("a=b"), "limit": 3}),

@@ -54,15 +54,6 @@ LINEARS = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
 
 # --- shapes -------------------------------------------------------------------------------
 
-_MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_MIXTURE |= {"mlp_only_layers": [1], "num_hidden_layers": 3, "model_type": "qwen3_moe"}
-
-
-def test_a_mixture_holds_all_experts_and_computes_with_some():
-    mixed = _shape(_TINY | _MIXTURE)
-    assert mixed.expert_parameters == 2 * 6 * (3 * 64 * 32)
-    assert mixed.parameters - mixed.active_parameters == 2 * (6 - 2) * (3 * 64 * 32)
-
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi3", "gemma3_text"])
 def test_adapter_parameters_are_pefts(name):

@@ -60,7 +60,8 @@ def _doctor(options: argparse.Namespace) -> int:
     told: list[Line] = []
     out = sys.stdout
     # What libraries and the user's modules print while they are imported is none of ours.
-    with _silent_output(options.json), contextlib.redirect_stdout(sys.stderr):
+    silent = _silent_output() if options.json else contextlib.nullcontext()
+    with silent, contextlib.redirect_stdout(sys.stderr):
         checks = examination(options.config, options.overrides, offline=options.offline)
         for lines in run_checks(checks):
             told += lines
@@ -89,23 +90,16 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _silent_output(silent: bool) -> Iterator[None]:
+def _silent_output() -> Iterator[None]:
     """Also what code in C, or children, write to the standard output goes to the other one."""
-    try:
-        number, errors = sys.stdout.fileno(), sys.stderr.fileno()
-    except (AttributeError, OSError, ValueError):  # a notebook's
-        silent = False
-    if not silent:
-        yield
-        return
-    kept = os.dup(number)
     sys.stdout.flush()
-    os.dup2(errors, number)
+    kept = os.dup(1)
+    os.dup2(2, 1)
     try:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(kept, number)
+        os.dup2(kept, 1)
         os.close(kept)
 
 

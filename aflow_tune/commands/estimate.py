@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import sys
 from typing import Any
 
-from aflow_tune.commands.options import add_command, amount, config_arguments, count, option, size
+from aflow_tune.commands.options import (
+    add_command,
+    amount,
+    config_arguments,
+    count,
+    option,
+    picked,
+    size,
+)
 from aflow_tune.errors import ExitCode
 
 _EPILOG = """\
@@ -75,9 +82,7 @@ def _estimate(options: argparse.Namespace) -> int:
     from aflow_tune.estimate.quantities import EstimateOptions
 
     overrides = [*options.overrides, *(["inline=true"] if options.inline else [])]
-    names = {field.name for field in dataclasses.fields(EstimateOptions)}
-    given = {name: value for name, value in vars(options).items() if name in names}
-    asked = EstimateOptions(**given, rehearse=not options.no_rehearsal)
+    asked = picked(options, EstimateOptions, rehearse=not options.no_rehearsal)
     with contextlib.redirect_stdout(sys.stderr):  # the workflow may print
         found = estimate(options.config, overrides, asked)
     print(json.dumps(as_json(found)) if options.json else render(found))

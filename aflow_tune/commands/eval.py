@@ -15,6 +15,7 @@ from aflow_tune.commands.options import (
     config_arguments,
     key_variable,
     option,
+    picked,
     print_json,
     together,
 )
@@ -69,10 +70,10 @@ def add_parser(commands: Any) -> None:
         "--checkpoint WHICH",
         "weights to measure beside the base model (see below)",
         **SEVERAL,
+        dest="checkpoints",
     )
-    option(
-        parser, "--compare", "measure two and compare them in pairs", nargs=2, metavar=("A", "B")
-    )
+    pair: dict[str, Any] = {"nargs": 2, "metavar": ("A", "B"), "default": ()}
+    option(parser, "--compare", "measure two and compare them in pairs", **pair)
     option(parser, "--samples K", "runs of each task", **COUNT, default=1)
     option(parser, "--limit N", "only the first N tasks of each set", **COUNT)
     option(
@@ -85,7 +86,8 @@ def add_parser(commands: Any) -> None:
         parser, "--prompts FILE", "a column for each YAML of operator prompts", type=Path, **SEVERAL
     )
     option(parser, "--endpoint URL", "an OpenAI-compatible API to ask instead")
-    option(parser, "--model NAME", "models of the endpoint, the base model first", **SEVERAL)
+    text = "models of the endpoint, the base model first"
+    option(parser, "--model NAME", text, **SEVERAL, dest="served_models")
     key_variable(parser)
     option(
         parser,
@@ -94,7 +96,7 @@ def add_parser(commands: Any) -> None:
         type=float,
         default=1.0,
     )
-    option(parser, "--retry-failed", "make runs that failed before once more")
+    option(parser, "--retry-failed", "make runs that failed before once more", dest="again")
     option(
         parser,
         "--cache DIR",
@@ -107,7 +109,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    beside = {"--endpoint": options.endpoint, "--model": options.model}
+    beside = {"--endpoint": options.endpoint, "--model": options.served_models}
     together(beside, "The evaluation cannot be started.")
     from rich.console import Console
 
@@ -118,23 +120,7 @@ def _run(options: argparse.Namespace) -> int:
     from aflow_tune.evaluation.evaluate import JSON_NAME, EvalProgress, evaluate
     from aflow_tune.evaluation.results import PAGE_NAME, print_result
 
-    request = Request(
-        config=options.config,
-        overrides=options.overrides,
-        checkpoints=options.checkpoint,
-        compare=options.compare or (),
-        vary=options.vary,
-        prompts=options.prompts,
-        samples=options.samples,
-        limit=options.limit,
-        endpoint=options.endpoint,
-        served_models=options.model,
-        key_variable=options.key_variable,
-        out=options.out,
-        solved_at=options.solved_at,
-        again=options.retry_failed,
-        cache=options.cache,
-    )
+    request = picked(options, Request)
     with EvalProgress(Console(stderr=options.json)) as progress:
         result, out = evaluate(request, progress)
     if options.json:

@@ -4,6 +4,7 @@ plain refusal."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -146,6 +147,13 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise BadInput(f"{path} cannot be written: {error}") from error
+
+
+def picked(options: argparse.Namespace, kind: type[Any], **more: Any) -> Any:
+    """A dataclass with the fields that options have the names of."""
+    fields = {field.name for field in dataclasses.fields(kind)}
+    given = {name: value for name, value in vars(options).items() if name in fields}
+    return kind(**given | more)
 
 
 def refuse(title: str, faults: Sequence[Fault]) -> None:

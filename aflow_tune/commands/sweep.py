@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from typing import Any
 
@@ -14,6 +13,7 @@ from aflow_tune.commands.options import (
     config_arguments,
     count,
     option,
+    picked,
     print_json,
     seeds,
 )
@@ -114,8 +114,7 @@ def add_parser(commands: Any) -> None:
 def _sweep(options: argparse.Namespace) -> int:
     from aflow_tune.tuning import sweep_config
 
-    names = {field.name for field in dataclasses.fields(Request)}
-    request = Request(**{name: value for name, value in vars(options).items() if name in names})
+    request = picked(options, Request)
 
     def say(text: str) -> None:
         print(text, file=sys.stderr if options.json else sys.stdout, flush=True)

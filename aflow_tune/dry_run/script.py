@@ -187,13 +187,10 @@ def read_answers(path: Path, *, numbered: bool = True) -> dict[int | str, dict[s
 
 @dataclass(frozen=True)
 class PlayedRun:
-    """One run of the workflow.
-
-    `task` counts the tasks of the step, `item` is the row in its task set, `run` counts the
-    group's runs, `kind` and `source` are what was said and where it is from (`script.py`).
-    `reward` is None where the run failed; `failure` then says how and `detail` why. `calls` are
-    those that are trained: tokens of `prompt` and `response`, and whether it was `truncated`.
-    """
+    """One run of the workflow: of `task` of the step with row `item`, number `run` of its group.
+    `kind` and `source`: what was said, and where it is from. `reward` is None where the run failed;
+    `failure` then says how and `detail` why. `calls` that are trained: tokens of `prompt` and
+    `response`, and whether it was `truncated`."""
 
     task: int
     item: int
@@ -221,10 +218,8 @@ def read_runs(folder: Path) -> list[PlayedRun]:
 
 
 class ScriptedAdapter(WorkflowAdapter):
-    """The real adapter, which tells the `ScriptedSampler` what to say: each call of the tuned model
-    carries its answer in a field of the request that `engines/local/scripted.py` reads, which is
-    not part of what is recorded or trained. How the run ended is appended to a file.
-    """
+    """The real adapter, which tells the `ScriptedSampler` what to say, in a field of each request
+    that is neither recorded nor trained. How the run ended is appended to a file."""
 
     def __init__(self, **named: Any) -> None:
         super().__init__(**named)

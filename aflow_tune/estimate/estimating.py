@@ -1,12 +1,8 @@
 """`aflow-tune estimate`: from a configuration to what its steps will need. Starts nothing.
 
-Every stage of a chain is a run of its own and is estimated as such. Settings are prepared as for
-a run, without asking a cluster; `engine: trinity` can be estimated on a machine without a GPU.
-
-What does not fit is estimated again with a few other settings, one at a time.
-
-`--measure` runs the command itself for two steps in a folder that is removed: its metrics say what
-an estimate cannot know.
+Every stage of a chain is estimated as a run of its own. Settings are prepared as for a run, without
+asking a cluster. What does not fit is estimated again with a few other settings, one at a time.
+`--measure` runs two steps in a folder that is removed: their metrics say what is not known before.
 """
 
 from __future__ import annotations
@@ -113,8 +109,6 @@ def _estimate(
     needs, gpus = _needs(config, models, lengths, options)
     shape = models[0].shape
     model = f"{models[0].name}, {shape.parameters / 1e9:.2f} B parameters"
-    if shape.active_parameters != shape.parameters:
-        model += f", {shape.active_parameters / 1e9:.2f} B of them for each token"
     if config.engine != "local" and gpus_of(config, options.gpus) is None:
         notes.append("one GPU for the trainer: give --gpus, or cluster.node_num and gpu_per_node")
     found = Estimate(name, config.engine, model, needs, notes=notes)

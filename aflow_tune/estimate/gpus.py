@@ -101,11 +101,8 @@ def _trainer(
     """What one of its `gpus` holds, which share one set of shards, and a node's memory."""
     where, trainer = config.positions.where, config.trainer
     lora, strategy = lora_of(config), trainer.trainer_strategy
-    # PEFT adapts the fused tensors of experts in ways that depend on its version.
-    mixture = lora is not None and shape.expert_parameters > 0
     checks = (
         ("trainer.trainer_strategy", not strategy.startswith("fsdp"), "fsdp or fsdp2", strategy),
-        ("model.lora_configs", mixture, "no adapter on a mixture of experts", "one"),
         ("explorer.rollout_model.engine_num", gpus < 1, "a GPU for the trainer", "none is left"),
     )
     cure = "change it, give more --gpus, or measure a short run instead"
@@ -247,7 +244,7 @@ def engine_need(
     # Embeddings are never quantised.
     quantization = extra.get("quantization")
     held = _QUANTISED[quantization] if quantization else float(itemsize)
-    quantised = shape.linear_parameters + shape.expert_parameters
+    quantised = shape.linear_parameters
     weights = quantised * held + (shape.parameters - quantised) * itemsize
     fixed = [Part("weights", weights / each, quantization or "")]
     if lora is not None:

@@ -1,11 +1,9 @@
 """The local engines: sampler and trainer of `engines/local`, in one process or behind Ray.
 
-What each part holds is read off our own code. The phases of a step are added up: the allocator
-keeps what one thread freed for that thread (glibc: M_MMAP_THRESHOLD, mallopt(3)), so sampler and
-trainer each hold on to their largest moment. Freed memory goes back after each train step
-(malloc_trim), so the export at the end counts only beyond what a step takes.
-
-The allowances are as `benchmarks/estimate_memory.py` measured them (docs/estimate.md: the margin).
+The phases of a step are added up: the allocator keeps what one thread freed for that thread (glibc:
+mallopt(3)), so sampler and trainer each hold on to their largest moment. Freed memory goes back
+after each train step (malloc_trim), so the export counts only beyond what a step takes. The
+allowances are as `benchmarks/estimate_memory.py` measured them.
 """
 
 from __future__ import annotations
@@ -183,12 +181,8 @@ def _sampler(
 def packed_bytes(
     model: NamedModel, lora: Lora | None, itemsize: int, on_cpu: bool, *, updated: bool
 ) -> float:
-    """The lean decoder's own copies of the weights, with the second set during an update.
-
-    `llama.LlamaDecoder._pack`: every linear layer and the output head, laid out for the CPU's
-    kernels. On a GPU layers are used as they are, but query, key and value are joined, and adapted
-    weights are merged copies (`weights.Weights.effective`).
-    """
+    """The lean decoder's own copies of the weights, twice in an update (`llama._pack`): of every
+    linear layer and the head; on a GPU joined queries, keys and values, and merged adapters."""
     shape, joined = model.shape, ("q_proj", "k_proj", "v_proj")
     if not shape.lean:
         return 0.0
@@ -204,12 +198,9 @@ def packed_bytes(
 
 
 def trained_states(shape: ModelShape, itemsize: int, lora: Lora | None) -> list[Part]:
-    """What `trainer.LocalTrainer` keeps for an update, and the copies that a sync makes.
-
-    Adapters are fp32: value, gradient and two moments; the sampler holds the last state while
-    the next is made. Full weights in bf16 have fp32 masters; their gradients exist in bf16 for
-    one micro-batch and in fp32.
-    """
+    """What `trainer.LocalTrainer` keeps for an update, and what a sync copies: adapters in fp32,
+    gradient and two moments, the sampler's last state and the next; full weights in bf16 with fp32
+    masters, and gradients in bf16 for one micro-batch and in fp32."""
     if lora is not None:
         size = lora.parameters(shape) * _FP32
         return [
@@ -244,9 +235,8 @@ def _step(
     Attention repeats shared prompts, so its keys count by rows; every layer makes its mask anew, a
     byte for each pair. Working buffers: the gradients of the MLP's product, gate and up projections
     and of the activation between them, two rows of the residual stream; of an attention block
-    scores, probabilities and their gradient (`trie_attention._BlockAttention.backward`). Logits
-    (`token_scores`): a chunk's and its probabilities, the hidden rows, their mean under W and their
-    gradient; a trained head adds its gradient in fp32.
+    scores, probabilities and their gradient. Logits: a chunk's and its probabilities, the hidden
+    rows, their mean under W and their gradient; a trained head adds its gradient in fp32.
     """
     tasks, repeats = config.buffer.batch_size, config.algorithm.repeat_times
     calls, prompt, most = lengths.calls.ceiling(), lengths.prompt.ceiling(), limits_of(config)[2]

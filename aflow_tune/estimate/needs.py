@@ -87,15 +87,13 @@ def fits(needs: Sequence[Need]) -> bool | None:
     machines that nobody described is not asked for where GPUs decide."""
     on_gpus = any(need.place == "GPU" for need in needs)
     asked = [n for n in needs if not on_gpus or n.place == "GPU" or n.limit is not None]
-    return _all_fit([need.fits for need in asked] or [None])
+    found = [need.fits for need in asked]
+    return False if False in found else None if None in found or not found else True
 
 
 def overall(estimates: Sequence[Estimate]) -> bool | None:
     """Whether all stages fit; None if that is not known of one."""
-    return _all_fit([one.fits for one in estimates])
-
-
-def _all_fit(found: Sequence[bool | None]) -> bool | None:
+    found = [one.fits for one in estimates]
     return False if False in found else None if None in found else True
 
 

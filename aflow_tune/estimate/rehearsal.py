@@ -1,9 +1,8 @@
-"""What runs look like, without a model.
+"""What runs look like, without a model: the workflow is called on a few training rows.
 
-A rehearsal calls the workflow on a few training rows. Rows, adapter, recording and experiences are
-those of a run; only the sampler is replaced by one that answers at once with plain words, as many
-as a response may have. So the number of calls and the prompts are real. Only workflow functions
-are rehearsed, without `models:` behind an API, which would cost money.
+Rows, adapter, recording and experiences are those of a run; the sampler answers at once with plain
+words, as many as a response may have. So the number of calls and the prompts are real. Only
+workflow functions are rehearsed, without `models:` behind an API, which would cost money.
 """
 
 from __future__ import annotations

@@ -33,10 +33,17 @@ _SMOLLM2 = {
 _SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 _FP32 = 4
 _TITLE = "The model's size cannot be worked out."
-FAMILIES = (
-    *("gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2"),
-    *("qwen3", "qwen3_moe", "smollm3"),
-)
+FAMILIES = {
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "llama",
+    "mistral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+}
 """Counted families by `model_type`."""
 
 
@@ -52,10 +59,9 @@ class Linear(NamedTuple):
 class ModelShape:
     """A causal LM. Widths in elements.
 
-    layer, norms: parameters of the largest layer, and of its norms. mlp: inner width of what a
-    token visits in the widest layer; in a mixture that of all its active experts together.
-    linears: of all layers, without the output head. expert_parameters: of all experts.
-    active_parameters: what one token is computed with. tied: the output head is the embedding.
+    layer, norms: parameters of the largest layer, and of its norms. mlp: its inner width.
+    linears: of all layers, without the output head. layer_parameters: of all layers.
+    tied: the output head is the embedding.
     lean: whether `engines/local/llama.py` decodes it (`llama.supports`, from settings alone).
     """
 
@@ -73,8 +79,6 @@ class ModelShape:
     tied: bool
     parameters: int
     layer_parameters: int
-    expert_parameters: int
-    active_parameters: int
     lean: bool
 
     @property
@@ -182,7 +186,9 @@ def shape_of(config: Any, where: str = "config.json") -> ModelShape:
     family = config.model_type
     if family not in FAMILIES:
         cure = "estimate with a model of one of these families, or measure a short run instead"
-        raise BadInput.of(_TITLE, where, "one of " + ", ".join(FAMILIES), repr(family), cure)
+        raise BadInput.of(
+            _TITLE, where, "one of " + ", ".join(sorted(FAMILIES)), repr(family), cure
+        )
     if getattr(config, "quantization_config", None):
         cure = (
             "name the unquantised model; the engine's own quantisation is counted "
@@ -197,7 +203,7 @@ def shape_of(config: Any, where: str = "config.json") -> ModelShape:
         for name, child in module.named_modules()
         if isinstance(child, torch.nn.ModuleList) and len(child) == config.num_hidden_layers
     )
-    linears, widths, sizes, norms, held, idle = [], [], [], [], 0, 0
+    linears, widths, sizes, norms = [], [], [], []
     for path, child in layers.named_modules():
         if isinstance(child, torch.nn.Linear):
             linears.append(Linear(f"{prefix}.{path}", child.in_features, child.out_features))
@@ -206,16 +212,8 @@ def shape_of(config: Any, where: str = "config.json") -> ModelShape:
         named = [*layer.named_parameters()]
         sizes.append(sum(parameter.numel() for _, parameter in named))
         norms.append(sum(p.numel() for name, p in named if "norm" in name))
-        experts = [(name, p) for name, p in named if ".experts." in name]
-        for name, parameter in experts:
-            count = parameter.shape[0]  # [experts, hidden, intermediate]
-            held += parameter.numel()
-            idle += parameter.numel() // count * (count - config.num_experts_per_tok)
-            if name.endswith("down_proj"):
-                widths.append(parameter.shape[2] * config.num_experts_per_tok)
     heads, kinds = config.num_attention_heads, getattr(config, "layer_types", None) or ()
     windowed = "sliding_attention" in kinds or (family == "mistral" and config.sliding_window)
-    total = sum(parameter.numel() for parameter in module.parameters())
     return ModelShape(
         family,
         config.vocab_size,
@@ -229,10 +227,8 @@ def shape_of(config: Any, where: str = "config.json") -> ModelShape:
         max(widths),
         tuple(linears),
         bool(config.tie_word_embeddings),
-        total,
+        sum(parameter.numel() for parameter in module.parameters()),
         sum(sizes),
-        held,
-        total - idle,
         family in ("llama", "mistral", "qwen2", "qwen3")
         and getattr(config, "hidden_act", "silu") in ("silu", "swish")
         and not windowed,
