@@ -65,13 +65,10 @@ def _model_options(parser: Parser) -> None:
     """Of the commands that ask what was trained."""
     option(parser, "--checkpoint DIR", "what was trained (below)", type=Path)
     option(parser, "--config FILE", "the YAML to go by; alone: the base model", type=Path)
-    option(
-        parser,
-        "--set KEY=VALUE",
-        "a setting that wins over the file, such as models.executor.base_url=...; may be repeated",
-        **REPEATED,
-        dest="overrides",
+    text = (
+        "a setting that wins over the file, such as models.executor.base_url=...; may be repeated"
     )
+    option(parser, "--set KEY=VALUE", text, **REPEATED, dest="overrides")
     option(parser, "--endpoint URL", "the policy is behind this OpenAI-compatible API")
     option(parser, "--model NAME", "what the endpoint calls the policy")
     key_variable(parser)
@@ -84,14 +81,8 @@ def _model_options(parser: Parser) -> None:
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "infer",
-        _run,
-        help="let a trained policy write a workflow for a problem, and run it",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-    )
+    text = "let a trained policy write a workflow for a problem, and run it"
+    parser = add_command(commands, "infer", _run, text, _DESCRIPTION, _EPILOG)
     _model_options(parser)
     option(parser, "--problem TEXT", "the problem; - reads it from here")
     option(parser, "--type --problem-type", "of the problem", choices=["math", "code", "qa"])
@@ -244,31 +235,16 @@ examples:
 
 
 def _add_serve(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "serve",
-        _serve_command,
-        help="offer a trained policy over HTTP on loopback, with a page",
-        description=_SERVE,
-        epilog=_SERVE_EPILOG,
-    )
+    text = "offer a trained policy over HTTP on loopback, with a page"
+    parser = add_command(commands, "serve", _serve_command, text, _SERVE, _SERVE_EPILOG)
     _model_options(parser)
     port = checked("0 to 65535", lambda number: 0 <= number <= 65535)
     option(parser, "--port N", "0: a free one", **port, default=8080)
-    option(
-        parser,
-        "--host ADDRESS",
-        "to listen on; any but loopback needs --token-env",
-        default="127.0.0.1",
-    )
+    text = "to listen on; any but loopback needs --token-env"
+    option(parser, "--host ADDRESS", text, default="127.0.0.1")
     option(parser, "--token-env NAME", "environment variable with the token that callers send")
-    option(
-        parser,
-        "--at-once N",
-        "problems worked on together; one more is told 429",
-        **COUNT,
-        default=4,
-    )
+    text = "problems worked on together; one more is told 429"
+    option(parser, "--at-once N", text, **COUNT, default=4)
     option(
         parser,
         "--timeout SECONDS",

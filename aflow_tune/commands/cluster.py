@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    verb = add_command(actions, "up", _up, help="start one", epilog=_EPILOG)
+    verb = add_command(actions, "up", _up, "start one", epilog=_EPILOG)
     option(verb, "where HOST|YAML", "hosts, or a Ray cluster YAML (here)", nargs="*")
     option(verb, "--num-cpus N", "on this machine (all)", type=int)
     option(verb, "--num-gpus N", "on this machine (all)", type=int)
@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
     option(verb, "--ssh-key FILE", "private key for the hosts (ssh's own)")
     option(verb, "--venv DIR", "virtual environment on every host")
     for name, text in (("status", "show it"), ("down", "end it")):
-        verb = add_command(actions, name, _status_or_down, help=text, epilog=_EPILOG)
+        verb = add_command(actions, name, _status_or_down, text, epilog=_EPILOG)
         option(verb, "yaml yaml", "a Ray cluster YAML (the last one)", type=Path, nargs="?")
         verb.set_defaults(verb=name)
     _add_submit(commands)
@@ -111,15 +111,9 @@ exit codes: as those of `aflow-tune CONFIG`; 0 with --detach and --stop once the
 
 
 def _add_submit(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "submit",
-        _submit,
-        help="run a configuration as a job of a Ray cluster",
-        description="Send a configuration with its code, data and keys to a Ray cluster and run "
-        "it there.",
-        epilog=_SUBMIT_EPILOG,
-    )
+    text = "run a configuration as a job of a Ray cluster"
+    about = "Send a configuration with its code, data and keys to a Ray cluster and run it there."
+    parser = add_command(commands, "submit", _submit, text, about, _SUBMIT_EPILOG)
     config_arguments(parser, settings="settings that win", nargs="?")
     option(parser, "--address URL", "the cluster's dashboard (this machine's)")
     option(parser, "--detach", "do not follow the log")

@@ -61,28 +61,13 @@ def add_parser(commands: Any) -> None:
         description="Prepare data files, or check them.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    verb = add_command(
-        actions,
-        "prepare",
-        _prepare,
-        help="write train.jsonl, validation.jsonl and test.jsonl from sources",
-        description=_PREPARE,
-        epilog=_PREPARE_EPILOG,
-    )
-    option(
-        verb,
-        "--source NAME[=WHERE]",
-        "a source of rows; repeat it for each (see below)",
-        **REPEATED,
-        required=True,
-    )
+    text = "write train.jsonl, validation.jsonl and test.jsonl from sources"
+    verb = add_command(actions, "prepare", _prepare, text, _PREPARE, _PREPARE_EPILOG)
+    text = "a source of rows; repeat it for each (see below)"
+    option(verb, "--source NAME[=WHERE]", text, **REPEATED, required=True)
     option(verb, "--ratio NAME=SHARE", "a source's share", **REPEATED)
-    option(
-        verb,
-        "--benchmark NAME=BENCHMARK",
-        "whose rows a source holds, where its name does not say it",
-        **REPEATED,
-    )
+    text = "whose rows a source holds, where its name does not say it"
+    option(verb, "--benchmark NAME=BENCHMARK", text, **REPEATED)
     option(verb, "--out DIR", "where to write", type=Path, required=True)
     option(verb, "--train N", "rows (1000)", **COUNT, default=1000)
     option(verb, "--validation N", "rows (100)", **NATURAL, default=100)
@@ -90,7 +75,7 @@ def add_parser(commands: Any) -> None:
     option(verb, "--seed SEED", "which rows are drawn (0)", type=int, default=0)
     option(verb, "--force", "replace files that are there")
     text = "find held-out rows that stand in the training data"
-    verb = add_command(actions, "check", _check, help=text, description=_CHECK)
+    verb = add_command(actions, "check", _check, text, _CHECK)
     option(verb, "train TRAIN", "the file that is trained on", type=Path)
     option(verb, "test TEST", "held-out files", type=Path, nargs="+")
 

@@ -37,16 +37,12 @@ _LAST_SECONDS = 0.5
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "doctor",
-        _doctor,
-        help="what this machine, or a configuration, still lacks for a run",
-        description="Look at versions, GPUs, Ray, the sandbox and the disk; with CONFIG also at "
-        "everything that `validate` checks, at model, data, keys, and the cluster it "
-        "names.",
-        epilog=_EPILOG,
+    text = "what this machine, or a configuration, still lacks for a run"
+    about = (
+        "Look at versions, GPUs, Ray, the sandbox and the disk; with CONFIG also at everything "
+        "that `validate` checks, at model, data, keys, and the cluster it names."
     )
+    parser = add_command(commands, "doctor", _doctor, text, about, _EPILOG)
     config_arguments(parser, nargs="?")
     option(parser, "--offline", "ask neither the hub nor endpoints of models")
     option(parser, "--json", "print one JSON object")

@@ -43,16 +43,13 @@ exit codes:
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "estimate",
-        _estimate,
-        help="memory, tokens, time and money of a run, and what to change to make it fit",
-        description="Work out what a configuration needs, by role: memory for weights, gradients, "
-        "optimizer, activations and KV cache; tokens, time and money of a step. Says "
-        "whether it fits and what to change if it does not.",
-        epilog=_EPILOG,
+    text = "memory, tokens, time and money of a run, and what to change to make it fit"
+    about = (
+        "Work out what a configuration needs, by role: memory for weights, gradients, optimizer, "
+        "activations and KV cache; tokens, time and money of a step. Says whether it fits and what "
+        "to change if it does not."
     )
+    parser = add_command(commands, "estimate", _estimate, text, about, _EPILOG)
     config_arguments(parser, settings="settings that win over the file, such as local.max_batch=16")
     option(parser, "--inline", "as `aflow-tune CONFIG --inline`: one process")
     group = parser.add_argument_group("what there is")

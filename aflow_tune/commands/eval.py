@@ -56,32 +56,17 @@ _LOG_WIDTH = 200
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "eval",
-        _run,
-        help="measure a workflow on its held-out tasks: base model, checkpoints, endpoints",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-    )
+    text = "measure a workflow on its held-out tasks: base model, checkpoints, endpoints"
+    parser = add_command(commands, "eval", _run, text, _DESCRIPTION, _EPILOG)
     config_arguments(parser)
-    option(
-        parser,
-        "--checkpoint WHICH",
-        "weights to measure beside the base model (see below)",
-        **SEVERAL,
-        dest="checkpoints",
-    )
+    text = "weights to measure beside the base model (see below)"
+    option(parser, "--checkpoint WHICH", text, **SEVERAL, dest="checkpoints")
     pair: dict[str, Any] = {"nargs": 2, "metavar": ("A", "B"), "default": ()}
     option(parser, "--compare", "measure two and compare them in pairs", **pair)
     option(parser, "--samples K", "runs of each task", **COUNT, default=1)
     option(parser, "--limit N", "only the first N tasks of each set", **COUNT)
-    option(
-        parser,
-        "--vary KEY=V1,V2",
-        "a column for each value of temperature, top_p, top_k or max_tokens; may be repeated",
-        **REPEATED,
-    )
+    text = "a column for each value of temperature, top_p, top_k or max_tokens; may be repeated"
+    option(parser, "--vary KEY=V1,V2", text, **REPEATED)
     option(
         parser, "--prompts FILE", "a column for each YAML of operator prompts", type=Path, **SEVERAL
     )
@@ -89,21 +74,14 @@ def add_parser(commands: Any) -> None:
     text = "models of the endpoint, the base model first"
     option(parser, "--model NAME", text, **SEVERAL, dest="served_models")
     key_variable(parser)
-    option(
-        parser,
-        "--solved-at SCORE",
-        "score from which on a run has solved its task (default 1)",
-        type=float,
-        default=1.0,
-    )
+    text = "score from which on a run has solved its task (default 1)"
+    option(parser, "--solved-at SCORE", text, type=float, default=1.0)
     option(parser, "--retry-failed", "make runs that failed before once more", dest="again")
-    option(
-        parser,
-        "--cache DIR",
+    text = (
         "keep the answers of executors and judges here and use them again; never those of the "
-        "model that is measured",
-        type=Path,
+        "model that is measured"
     )
+    option(parser, "--cache DIR", text, type=Path)
     option(parser, "--out DIR", "default: eval in the run folder", type=Path)
     option(parser, "--json", "print the result as JSON")
 

@@ -38,15 +38,12 @@ that descends from them or that they descend from.
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "gpus",
-        _show,
-        help="show what runs on the GPUs and whose it is; watch them; free one",
-        description="Show the NVIDIA GPUs of this machine: use, memory, temperature, power, and "
-        "every process on them with its user, memory, start and command.",
-        epilog=_EPILOG,
+    text = "show what runs on the GPUs and whose it is; watch them; free one"
+    about = (
+        "Show the NVIDIA GPUs of this machine: use, memory, temperature, power, and every process "
+        "on them with its user, memory, start and command."
     )
+    parser = add_command(commands, "gpus", _show, text, about, _EPILOG)
     option(parser, "--json", "print JSON and nothing else")
     option(parser, "--monitor", "go on showing, until Ctrl-C")
     option(
@@ -65,13 +62,8 @@ def add_parser(commands: Any) -> None:
     option(
         verb, "--pid PID", "a process on a GPU; may be given several times", type=int, **REPEATED
     )
-    option(
-        verb,
-        "--protect PID",
-        "a process to leave alone; may be given several times",
-        type=int,
-        **REPEATED,
-    )
+    text = "a process to leave alone; may be given several times"
+    option(verb, "--protect PID", text, type=int, **REPEATED)
     option(verb, "--config CONFIG", "a YAML whose protected_pids count as well", type=Path)
     grace = checked("0 to 86400", lambda number: 0 <= number <= 86400, float)
     option(verb, "--grace S", "seconds between SIGTERM and SIGKILL (10)", **grace, default=10.0)

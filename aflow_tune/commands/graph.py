@@ -50,47 +50,26 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    verb = add_command(
-        verbs,
-        "show",
-        _show,
-        help="operators, prompts, edges and faults",
-        description="List operators, prompts, edges and faults. Exit code 2 if it has faults.",
+    folder = "the graph's folder"
+    text = "operators, prompts, edges and faults"
+    about = "List operators, prompts, edges and faults. Exit code 2 if it has faults."
+    verb = add_command(verbs, "show", _show, text, about)
+    option(verb, "path PATH", folder, type=Path)
+    about = (
+        "Draw the graph: what feeds what, and what repeats. Prints Mermaid unless --svg is given."
     )
-    option(verb, "path PATH", "the graph's folder", type=Path)
-    verb = add_command(
-        verbs,
-        "draw",
-        _draw,
-        help="as a Mermaid text or an SVG picture",
-        description="Draw the graph: what feeds what, and what repeats. Prints Mermaid unless "
-        "--svg is given.",
-    )
-    option(verb, "path PATH", "the graph's folder", type=Path)
+    verb = add_command(verbs, "draw", _draw, "as a Mermaid text or an SVG picture", about)
+    option(verb, "path PATH", folder, type=Path)
     option(verb, "--svg FILE", "write an SVG picture there", type=Path)
-    option(
-        verb,
-        "--run FOLDER",
-        "write into it what the newest evaluation of this run folder counted: calls, tokens, "
-        "share of the reward, failures",
-        type=Path,
-    )
+    text = "write into it what the newest evaluation of this run folder counted: calls, tokens, "
+    option(verb, "--run FOLDER", f"{text}share of the reward, failures", type=Path)
     option(verb, "--mermaid", "print Mermaid, also beside --svg")
-    verb = add_command(
-        verbs,
-        "export",
-        _export,
-        help="write it as a round_N folder that AFlow runs",
-        description="Write the graph as a round of AFlow. An existing graph is never overwritten.",
-    )
-    option(verb, "path PATH", "the graph's folder", type=Path)
-    option(
-        verb,
-        "--round FOLDER",
-        "where to, such as workspace/GSM8K/workflows/round_21",
-        type=Path,
-        required=True,
-    )
+    about = "Write the graph as a round of AFlow. An existing graph is never overwritten."
+    text = "write it as a round_N folder that AFlow runs"
+    verb = add_command(verbs, "export", _export, text, about)
+    option(verb, "path PATH", folder, type=Path)
+    text = "where to, such as workspace/GSM8K/workflows/round_21"
+    option(verb, "--round FOLDER", text, type=Path, required=True)
     option(verb, "--dataset NAME", "if the folder's path does not say it")
     _add_check_graph(commands)
 
@@ -175,40 +154,21 @@ exit codes: 0 the graph may run, 2 it is refused or cannot be read
 
 
 def _add_check_graph(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "check-graph",
-        _check,
-        help="whether a graph that a model wrote may run, and what it can cost",
-        description="Check a written graph before it runs: its Python, its names, its calls and "
-        "its cost at worst. Prints the verdict, the bound and the drawing.",
-        epilog=_CHECK_EPILOG,
+    text = "whether a graph that a model wrote may run, and what it can cost"
+    about = (
+        "Check a written graph before it runs: its Python, its names, its calls and its cost at "
+        "worst. Prints the verdict, the bound and the drawing."
     )
+    parser = add_command(commands, "check-graph", _check, text, about, _CHECK_EPILOG)
     option(parser, "file FILE", "JSON, Python, a graph's folder, or -")
-    option(
-        parser,
-        "--problem-type --type",
-        "what the workflow will be called with; code brings an entry point",
-        choices=["math", "code", "qa"],
-    )
-    option(
-        parser,
-        "--max-calls N",
-        "calls of models that it may make at worst (default: 20)",
-        type=natural,
-    )
-    option(
-        parser,
-        "--max-tokens N",
-        "prompt and completion tokens that it may use at worst (default: no limit)",
-        type=natural,
-    )
-    option(
-        parser,
-        "--operators NAME,...",
-        "only these may be used; file.py:Class adds one of yours (default: all)",
-        type=names,
-    )
+    text = "what the workflow will be called with; code brings an entry point"
+    option(parser, "--problem-type --type", text, choices=["math", "code", "qa"])
+    text = "calls of models that it may make at worst (default: 20)"
+    option(parser, "--max-calls N", text, type=natural)
+    text = "prompt and completion tokens that it may use at worst (default: no limit)"
+    option(parser, "--max-tokens N", text, type=natural)
+    text = "only these may be used; file.py:Class adds one of yours (default: all)"
+    option(parser, "--operators NAME,...", text, type=names)
     option(parser, "--json", "print one JSON object")
 
 

@@ -51,25 +51,14 @@ _LINE_SECONDS = 5.0
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "harvest",
-        _run,
-        help="collect problems with graphs that solve them, for a supervised warm start",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-    )
+    text = "collect problems with graphs that solve them, for a supervised warm start"
+    parser = add_command(commands, "harvest", _run, text, _DESCRIPTION, _EPILOG)
     config_arguments(parser, config="a YAML with a section `writer`")
     option(
         parser, "--source SOURCE", "templates, teacher, runs (default: harvest.sources)", **SEVERAL
     )
-    option(
-        parser,
-        "--runs DIR",
-        "run folders of the writer: the source `runs`, beside the others",
-        type=Path,
-        **SEVERAL,
-    )
+    text = "run folders of the writer: the source `runs`, beside the others"
+    option(parser, "--runs DIR", text, type=Path, **SEVERAL)
     option(parser, "--limit N", "so many problems, drawn by `seed`", type=int)
     option(parser, "--out FILE", "where the pairs go", type=Path)
     option(parser, "--json", "print the counts as JSON")

@@ -58,10 +58,15 @@ SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
 
 
 def add_command(
-    commands: Any, name: str, action: Callable[[argparse.Namespace], int], **texts: str
+    commands: Any,
+    name: str,
+    action: Callable[[argparse.Namespace], int],
+    help: str,
+    description: str | None = None,
+    epilog: str | None = None,
 ) -> Parser:
-    """Add a command or one of its verbs, with `help`, `description` and `epilog` as `texts`."""
-    parser: Parser = commands.add_parser(name, **texts)
+    """Add a command or one of its verbs."""
+    parser: Parser = commands.add_parser(name, help=help, description=description, epilog=epilog)
     parser.set_defaults(action=action)
     return parser
 

@@ -33,56 +33,36 @@ dry run:
 
 def add_parser(commands: Any) -> None:
     settings = "settings that win over the file, such as buffer.total_steps=20"
-    parser = add_command(
-        commands,
-        "run",
-        _run,
-        help="tune a workflow (the word may be left out)",
-        description="Tune the workflow of a configuration, with an evaluation before and after. "
-        "The same command resumes an interrupted run.",
-        epilog=_EPILOG,
+    text = "tune a workflow (the word may be left out)"
+    about = (
+        "Tune the workflow of a configuration, with an evaluation before and after. The same "
+        "command resumes an interrupted run."
     )
+    parser = add_command(commands, "run", _run, text, about, _EPILOG)
     config_arguments(parser, settings=settings)
     option(
         parser, "--inline", "one process without Ray: starts faster, half the memory, same results"
     )
     group = parser.add_argument_group("a dry run")
-    option(
-        group,
-        "--dry-run",
-        "play one step by a script on a tiny random model; no GPU, nothing is kept",
-    )
+    text = "play one step by a script on a tiny random model; no GPU, nothing is kept"
+    option(group, "--dry-run", text)
     option(group, "--answers FILE", "what a good and a bad policy would say", type=Path)
-    option(
-        group,
-        "--call-apis",
-        "call the models behind APIs, which costs money; else plain words stand in for them",
-    )
-    option(
-        group,
-        "--tasks N",
-        "tasks to play (a whole step, up to 256 runs); sums are scaled to the step",
-        type=count,
-    )
+    text = "call the models behind APIs, which costs money; else plain words stand in for them"
+    option(group, "--call-apis", text)
+    text = "tasks to play (a whole step, up to 256 runs); sums are scaled to the step"
+    option(group, "--tasks N", text, type=count)
     option(group, "--stage NAME", "the stage to play (the first that can be)")
     option(group, "--json", "print JSON and nothing else")
-    parser = add_command(
-        commands,
-        "validate",
-        _validate,
-        help="check configuration, function and data set without starting anything",
-        description="Check a configuration, its workflow function and its data sets. Starts "
-        "nothing and fetches nothing. Every fault is printed with its place and its "
-        "cure.",
+    text = "check configuration, function and data set without starting anything"
+    about = (
+        "Check a configuration, its workflow function and its data sets. Starts nothing and "
+        "fetches nothing. Every fault is printed with its place and its cure."
     )
+    parser = add_command(commands, "validate", _validate, text, about)
     config_arguments(parser, settings=settings)
-    parser = add_command(
-        commands,
-        "init",
-        _init,
-        help="write a small new project: workflow, YAML, data, test",
-        description="Write a small project to start from. Existing files are never overwritten.",
-    )
+    text = "write a small new project: workflow, YAML, data, test"
+    about = "Write a small project to start from. Existing files are never overwritten."
+    parser = add_command(commands, "init", _init, text, about)
     option(parser, "folder folder", "where to write it; made if missing", type=Path)
 
 

@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     listed = "what runs there are, and what became of them (the word may be left out)"
-    verb = add_command(actions, "list", _list, help=listed, description=_DESCRIPTION)
+    verb = add_command(actions, "list", _list, listed, _DESCRIPTION)
     _folders(verb)
     option(verb, "--json", "print JSON and nothing else")
     option(
@@ -88,18 +88,16 @@ def add_parser(commands: Any) -> None:
         default="changed",
     )
     option(verb, "--state STATE", "only runs in this state; may be repeated", **REPEATED)
-    verb = add_command(
-        actions,
-        "resume",
-        _resume,
-        help="go on with a run, by its folder",
-        description="Start the command that began a run once more, in the folder it was started "
-        "in: it goes on from the last sound checkpoint. More settings may follow.",
+    text = "go on with a run, by its folder"
+    about = (
+        "Start the command that began a run once more, in the folder it was started in: it goes on "
+        "from the last sound checkpoint. More settings may follow."
     )
+    verb = add_command(actions, "resume", _resume, text, about)
     option(verb, "folder DIR", "the run folder", type=Path)
     option(verb, "overrides key=value", "settings, such as buffer.total_steps=20", nargs="*")
     clean = "take away checkpoints that are neither newest nor best"
-    verb = add_command(actions, "clean", _clean, help=clean, description=_CLEAN)
+    verb = add_command(actions, "clean", _clean, clean, _CLEAN)
     _folders(verb)
     option(verb, "--keep-last N", "newest (1)", **COUNT, default=1)
     option(verb, "--keep-best N", "best ones (1)", **NATURAL, default=1)

@@ -39,24 +39,15 @@ def add_parser(commands: Any) -> None:
     _common(parser)
     parser.set_defaults(action=_show, policy="auto", json=False)
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
-    verb = add_command(
-        actions,
-        "run",
-        _run,
-        help="run one Python program",
-        description="Run one Python program in the sandbox and say how it ended.",
-        epilog=_EPILOG,
-    )
+    text = "run one Python program"
+    about = "Run one Python program in the sandbox and say how it ended."
+    verb = add_command(actions, "run", _run, text, about, _EPILOG)
     option(verb, "program FILE.py", "the program", type=Path)
     option(verb, "--stdin FILE", "what it reads from stdin", type=Path)
     option(verb, "--time S", "seconds of wall clock (15)", type=float)
     option(verb, "--memory MB", "for all its processes (512)", type=int)
-    option(
-        verb,
-        "--package NAME",
-        "an installed package that it may import, such as numpy; again for more",
-        **REPEATED,
-    )
+    text = "an installed package that it may import, such as numpy; again for more"
+    option(verb, "--package NAME", text, **REPEATED)
     _common(verb)
 
 

@@ -29,27 +29,15 @@ rules side by side.
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "score",
-        _score,
-        help="score answers by a benchmark's published and strict rule",
-        description="Score answers to a benchmark's rows, wherever they came from. Programs run "
-        "in the sandbox.",
-        epilog=_EPILOG,
+    text = "score answers by a benchmark's published and strict rule"
+    about = (
+        "Score answers to a benchmark's rows, wherever they came from. Programs run in the sandbox."
     )
-    option(
-        parser,
-        "--benchmark NAME",
-        "gsm8k, math, humaneval, mbpp, hotpotqa, drop, or reasoning_gym:TASK",
-        required=True,
-    )
-    option(
-        parser,
-        "--data ROWS.jsonl",
-        "the rows, one object a line; left out: the benchmark's test rows from the hub",
-        type=Path,
-    )
+    parser = add_command(commands, "score", _score, text, about, _EPILOG)
+    text = "gsm8k, math, humaneval, mbpp, hotpotqa, drop, or reasoning_gym:TASK"
+    option(parser, "--benchmark NAME", text, required=True)
+    text = "the rows, one object a line; left out: the benchmark's test rows from the hub"
+    option(parser, "--data ROWS.jsonl", text, type=Path)
     option(parser, "--split SPLIT", "another split of the hub's data set")
     either = parser.add_mutually_exclusive_group(required=True)
     option(either, "--answers ANSWERS.jsonl", "one answer a row", type=Path)
