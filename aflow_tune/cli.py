@@ -76,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help()
         return ExitCode.BAD_INPUT
-    options = parser.parse_args(_arranged(commands, arguments))
     try:
+        options = parser.parse_args(_arranged(commands, arguments))
         return int(options.action(options))
     except AflowTuneError as error:
         print(f"\naflow-tune: {error}", file=sys.stderr)

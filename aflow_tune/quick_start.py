@@ -1,7 +1,5 @@
 """A process that imports much, without looking for garbage in it."""
 
-from __future__ import annotations
-
 import gc
 import threading
 
@@ -11,8 +9,8 @@ SECONDS = 20.0
 def import_quickly() -> None:
     """Collect no garbage for the first seconds of this process.
 
-    Modules make a million objects that stay. Python looks through all of them again and again
-    while they are made, which is a quarter of the time of importing Trinity and torch.
+    Modules make a million objects that stay. Looking through them again and again while they are
+    made is a quarter of the time of importing Trinity and torch.
     """
     gc.disable()
     timer = threading.Timer(SECONDS, gc.enable)

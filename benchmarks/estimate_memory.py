@@ -12,17 +12,20 @@ by the command, then run by the command for three steps; the largest memory of i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from aflow_tune.engines.local.models import resolve_model
-from aflow_tune.estimate.estimating import run_measured
 
 ALLOWED = 0.2
 
@@ -170,6 +173,30 @@ def estimated_bytes(config: Path) -> float:
     if done.returncode not in (0, 1):
         raise RuntimeError(f"the estimate exited with {done.returncode}:\n{done.stderr}")
     return float(json.loads(done.stdout)["peak_bytes"]["memory"])
+
+
+def run_measured(command: Sequence[str], folder: Path) -> tuple[int, float, str]:
+    """Run a command; its exit code, the largest memory of its process tree in bytes, and what it
+    printed. Shared pages are divided among their sharers where that is known (Linux)."""
+    peak = 0.0
+    with (folder / "output.txt").open("w+", errors="replace") as output:
+        process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None:
+                total = 0.0
+                for one in (process, *process.children(recursive=True)):
+                    with contextlib.suppress(psutil.Error):
+                        full = one.memory_full_info()
+                        total += getattr(full, "pss", full.uss)
+                peak = max(peak, total)
+                with contextlib.suppress(psutil.TimeoutExpired):
+                    process.wait(0.5)
+        finally:
+            if process.poll() is None:
+                process.terminate()  # its own handler saves and takes its Ray down
+                process.wait()
+        output.seek(0)
+        return process.returncode, peak, output.read()
 
 
 def measured_bytes(config: Path, root: Path) -> float:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import yaml
-from data_project import data_dir, pair, write_data_project
+from data_project import pair
 from project import run_dir, write_project
 from test_estimate_memory import QWEN_7B
 from tiny import write_tiny_model
@@ -77,12 +77,6 @@ def parts(found, role=0, stage=0):
     return {part["name"]: part["bytes"] for part in needs[role]["parts"]}
 
 
-def tokens_at_once(found):
-    listed = found["runs"][0]["needs"][0]["parts"]
-    (note,) = (part["note"] for part in listed if part["name"] == "activations")
-    return int(note.split()[0])
-
-
 # --- lengths, time and money --------------------------------------------------------------
 
 
@@ -111,11 +105,11 @@ def test_what_is_given_wins_and_makes_time_known(capsys, project):
     assert step["seconds"] == pytest.approx(120 / 60 + 24 * 105 / 1000)
 
 
-def test_an_earlier_run_of_the_folder_is_read_and_lends_its_speeds(capsys, project):
+def test_an_earlier_run_of_the_folder_is_read_and_scaled_by_tokens(capsys, project):
     folder = run_dir(project.parent)
     folder.mkdir(parents=True)
-    explorer = {"rollout/calls/mean": 2.0, "rollout/tokens_per_second": 50.0}
-    append_metrics(folder, "explorer", 1, explorer | {"explorer/time/wait_explore_step": 4.0})
+    explorer = {"rollout/calls/mean": 2.0, "explorer/time/wait_explore_step": 4.0}
+    append_metrics(folder, "explorer", 1, explorer)
     trainer = {"prompt_length/mean": 40.0, "response_length/mean": 6.0}
     trainer |= {"time/step": 2.0, "perf/train_tokens": 736.0}
     append_metrics(folder, "trainer", 1, trainer)
@@ -123,9 +117,7 @@ def test_an_earlier_run_of_the_folder_is_read_and_lends_its_speeds(capsys, proje
     same = counted(capsys, *arguments)
     assert same["train tokens"] == 2 * 4 * 2 * (40 + 6) == 736
     assert same["seconds"] == 4 + 2
-    # 192 new tokens at 50 a second, 1,472 tokens at 736 / 2 a second.
-    twice = counted(capsys, *arguments, "buffer.batch_size=4")
-    assert twice["seconds"] == pytest.approx(192 / 50 + 1472 / 368)
+    assert counted(capsys, *arguments, "buffer.batch_size=4")["seconds"] == 2 * (4 + 2)
 
 
 # --- memory of the local engines ----------------------------------------------------------
@@ -139,7 +131,6 @@ def test_what_does_not_fit_says_what_to_change(capsys, project):
     memory = f"{(whole - 2e9) / GIB:.3f}GB"
     found = run(capsys, *arguments, "--memory", memory, code=1)
     (change,) = [c for c in found["runs"][0]["changes"] if c["settings"] == {"inline": True}]
-    assert change["saved_bytes"] == pytest.approx(whole - inline)
     assert change["bytes"] == pytest.approx(inline)
     assert main(["estimate", *map(str, arguments), "--memory", memory]) == 1
     text = capsys.readouterr().out
@@ -148,8 +139,6 @@ def test_what_does_not_fit_says_what_to_change(capsys, project):
 
 
 def test_an_auxiliary_model_shares_mapped_weights_and_is_not_updated(capsys, project, tiny):
-    half = parts(run(capsys, project, "--inline", "--no-rehearsal", "local.dtype=bf16"))
-    assert half["sampler weights"] == half["trainer weights"]  # converted: a copy each
     alone = parts(run(capsys, project, "--inline", "--no-rehearsal"))
     assert "trainer weights" not in alone
     judge = {"name": "judge", "model_path": str(tiny)}
@@ -162,22 +151,6 @@ def test_an_auxiliary_model_shares_mapped_weights_and_is_not_updated(capsys, pro
     layers, head = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) * 4, 259 * 64 * 4
     assert found["judge packed weights"] == layers + head
     assert found["sampler packed weights"] == 2 * layers + head
-
-
-def test_rows_of_a_data_set_are_as_long_as_they_are(capsys, tmp_path, tiny):
-    question, answer = "What is 12?", "It is twelve."
-    path = write_data_project(tmp_path, tiny, [pair(question, answer)] * 4)
-    found = run(capsys, path)
-    # One token a byte and one for each mark: <|im_start|>user\n...<|im_end|>\n, and the same again.
-    row = 1 + len("user\n") + len(question) + 2 + 1 + len("assistant\n") + len(answer) + 2
-    assert tokens_at_once(found) == pytest.approx(row + 3 * (len(answer) + 2), abs=14)
-    assert not data_dir(tmp_path).exists()
-    (tmp_path / "tokenizer").mkdir()
-    model = tmp_path / "tokenizer"
-    (model / "config.json").write_text((tiny / "config.json").read_text())
-    found = run(capsys, path, f"model.model_path={model}")
-    assert tokens_at_once(found) == 4 * 256  # a prompt of 200 and a response of 56, four times
-    assert any("the rows were not read" in note for note in found["runs"][0]["notes"])
 
 
 def test_every_stage_of_a_chain_is_estimated(capsys, tmp_path, project):
@@ -225,17 +198,6 @@ def test_seven_billion_on_two_gpus(capsys, seven):
     assert run(capsys, seven, "--gpus", 2, "--no-rehearsal")["fits"] is None
     one = run(capsys, seven, "--gpus", 1, "--no-rehearsal")["runs"][0]["needs"][0]
     assert one["role"] == "rollout and trainer, colocated"
-
-
-def test_changes_are_measured_where_it_was_too_full(capsys, seven):
-    full = (seven, "model.lora_configs=null", "--gpus", 2, "--no-rehearsal")
-    found = run(capsys, *full, "--gpu-memory", "80GB", code=1)
-    settings = [tuple(change["settings"]) for change in found["runs"][0]["changes"]]
-    assert {("trainer.offload_policy",), ("model.lora_configs",)} <= set(settings)
-    # The GPU has room for the full weights; the machine has none for the reference policy's.
-    found = run(capsys, *full, "--gpu-memory", "200GB", "--memory", "50GB", code=1)
-    (change,) = found["runs"][0]["changes"]
-    assert (change["bytes"], change["saved_bytes"]) == (4 * GIB + 4 * SEVEN, 4 * SEVEN)
 
 
 @pytest.mark.parametrize(

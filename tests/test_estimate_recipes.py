@@ -79,9 +79,7 @@ def estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         if name == "writer_auxiliary":
             monkeypatch.setenv("EXECUTOR_MODEL", str(model))
         path = ROOT / "configs" / f"{name}.yaml"
-        options = EstimateOptions(
-            gpu_memory=size * GIB, memory=256 * GIB, rehearse=False, changes=False
-        )
+        options = EstimateOptions(gpu_memory=size * GIB, memory=256 * GIB, rehearse=False)
         cluster = CLUSTER if path in ON_CLUSTER else []
         (found,) = estimate(path, [*cluster, *overrides], options)
         return found

@@ -53,8 +53,3 @@ def test_functions_that_were_sent_together_share_what_they_refer_to() -> None:
     assert none is None
     assert sent_judge() == [3]
     assert seen == []
-
-
-def test_garbage_is_left_alone_at_first() -> None:
-    program = "import gc; from aflow_tune import quick_start as q\nq.import_quickly()\n"
-    assert python(f"{program}print(gc.isenabled())") == "False"

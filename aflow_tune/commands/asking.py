@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.commands.options import (
+    COUNT,
     REPEATED,
     Parser,
     add_command,
+    checked,
     key_variable,
     option,
     print_json,
     refuse,
-    too_small,
+    together,
     write_text,
 )
 from aflow_tune.errors import BadInput, ExitCode, Fault, RunFailed
@@ -63,13 +65,10 @@ def _model_options(parser: Parser) -> None:
     """Of the commands that ask what was trained."""
     option(parser, "--checkpoint DIR", "what was trained (below)", type=Path)
     option(parser, "--config FILE", "the YAML to go by; alone: the base model", type=Path)
-    option(
-        parser,
-        "--set KEY=VALUE",
-        "a setting that wins over the file, such as models.executor.base_url=...; may be repeated",
-        **REPEATED,
-        dest="overrides",
+    text = (
+        "a setting that wins over the file, such as models.executor.base_url=...; may be repeated"
     )
+    option(parser, "--set KEY=VALUE", text, **REPEATED, dest="overrides")
     option(parser, "--endpoint URL", "the policy is behind this OpenAI-compatible API")
     option(parser, "--model NAME", "what the endpoint calls the policy")
     key_variable(parser)
@@ -77,45 +76,51 @@ def _model_options(parser: Parser) -> None:
         parser,
         "--temperature T",
         "of the policy; default: as the configuration evaluates held-out tasks",
-        type=float,
+        **checked("0 or more", lambda value: 0 <= value <= 100, float),
     )
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "infer",
-        _run,
-        help="let a trained policy write a workflow for a problem, and run it",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-    )
+    text = "let a trained policy write a workflow for a problem, and run it"
+    parser = add_command(commands, "infer", _run, text, _DESCRIPTION, _EPILOG)
     _model_options(parser)
     option(parser, "--problem TEXT", "the problem; - reads it from here")
     option(parser, "--type --problem-type", "of the problem", choices=["math", "code", "qa"])
     option(parser, "--truth --ground-truth TEXT", "the right answer; for code a file of tests")
     option(parser, "--entry-point NAME", "the function to write, for code")
-    option(parser, "--samples N", "how often to ask", type=int, default=1)
+    option(parser, "--samples N", "how often to ask", **COUNT, default=1)
     option(parser, "--batch FILE", "a JSONL file of problems", type=Path)
     option(parser, "--out FILE", "where results of --batch go", type=Path)
-    option(parser, "--at-once N", "rows of --batch worked on together", type=int, default=8)
+    option(parser, "--at-once N", "rows of --batch worked on together", **COUNT, default=8)
     option(parser, "--json", "print the result as JSON")
     option(parser, "--svg FILE", "draw the workflow's graph there", type=Path)
     _add_serve(commands)
 
 
 def _run(options: argparse.Namespace) -> int:
-    _check(options)
+    faults = []
+    alone = {"--problem": options.problem, "--truth": options.truth, "--svg": options.svg}
+    alone["--entry-point"] = options.entry_point
+    if options.batch is not None:
+        for name in (name for name, value in alone.items() if value is not None):
+            cure = "remove one of them; rows of --batch have fields of these names"
+            faults.append(Fault(name, "either it or --batch", "both", cure))
+    else:
+        if options.problem is None:
+            faults.append(Fault("--problem", "a problem", "none", "--problem ..., or --batch FILE"))
+        elif options.type is None:
+            faults.append(Fault("--type", "math, code or qa", "none", "--type math"))
+        if options.out is not None:
+            faults.append(Fault("--out", "--batch FILE beside it", "it alone", "remove it"))
+    refuse("Nothing was asked.", faults)
     from aflow_tune.config.quiet import quiet
 
     quiet()
     problem = None if options.batch else _problem(options)
     inferer = _inferer_of(options)
-    for warning in inferer.config.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    if problem is not None:
-        return asyncio.run(_one(inferer, problem, options))
-    return asyncio.run(_many(inferer, options))
+    return asyncio.run(
+        _many(inferer, options) if problem is None else _one(inferer, problem, options)
+    )
 
 
 async def _one(inferer: Inferer, problem: Problem, options: argparse.Namespace) -> int:
@@ -129,11 +134,10 @@ async def _one(inferer: Inferer, problem: Problem, options: argparse.Namespace) 
             limit = f"{inferer.seconds:g} s (rollout.run_timeout)"
             raise RunFailed(f"the problem was not solved within {limit}") from None
     svg = found[0]["workflow"]["svg"]
-    if options.svg is not None and not svg:
-        print("there is no graph to draw: the code could not be read", file=sys.stderr)
-    elif options.svg is not None:
-        write_text(options.svg, svg)
-        print(options.svg, file=sys.stderr)
+    if options.svg is not None:
+        if svg:
+            write_text(options.svg, svg)
+        print(options.svg if svg else "there is no graph to draw", file=sys.stderr)
     if options.json:
         print_json(found[0] if options.samples == 1 else found)
     else:
@@ -180,51 +184,23 @@ def _problem(options: argparse.Namespace) -> Problem:
     return Problem.of(row | {"entry_point": options.entry_point}, "the command line")
 
 
-def _check(options: argparse.Namespace) -> None:
-    faults = []
-    if options.batch is None:
-        if options.problem is None:
-            cure = '--problem "What is 2 + 3?", or --batch FILE'
-            faults.append(Fault("--problem", "a problem", "none", cure))
-        if options.problem is not None and options.type is None:
-            faults.append(Fault("--type", "math, code or qa", "none", "--type math"))
-        if options.out is not None:
-            faults.append(Fault("--out", "--batch FILE beside it", "it alone", "remove it"))
-    else:
-        for key in ("problem", "truth", "entry_point", "svg"):
-            if getattr(options, key) is not None:
-                cure = f"remove it, or --batch; rows have `{key}`"
-                name = f"--{key.replace('_', '-')}"
-                faults.append(Fault(name, "either it or --batch", "both", cure))
-    faults += too_small(("--samples", options.samples, 1), ("--at-once", options.at_once, 1))
-    refuse("Nothing was asked.", faults)
-
-
 def _inferer_of(options: argparse.Namespace) -> Inferer:
-    """What `_model_options` mean, ready to be opened.
+    """What `_model_options` mean, ready to be opened; prints its warnings.
 
     Raises:
         BadInput: options that do not fit, or whatever is wrong with folder and configuration.
     """
-    faults = []
+    title = "The model cannot be asked."
     if options.checkpoint is None and options.config is None:
-        cure = "--checkpoint runs/my_project/my_run"
-        faults.append(Fault("--checkpoint", "a folder, or --config FILE", "neither", cure))
-    if bool(options.endpoint) != bool(options.model):
-        given, missing = ("--endpoint", "--model NAME")
-        if options.model:
-            given, missing = ("--model", "--endpoint URL")
-        faults.append(Fault(given, f"{missing} beside it", "it alone", f"add {missing}"))
-    if options.temperature is not None and not 0 <= options.temperature <= 100:
-        found = f"{options.temperature:g}"
-        faults.append(Fault("--temperature", "0 or more", found, "--temperature 0"))
-    refuse("The model cannot be asked.", faults)
+        cure, expected = "--checkpoint runs/my_project/my_run", "a folder, or --config FILE"
+        raise BadInput.of(title, "--checkpoint", expected, "neither", cure)
+    together({"--endpoint": options.endpoint, "--model": options.model}, title)
     import transformers.utils.logging
 
     from aflow_tune.using.inferring import open_trained
 
     transformers.utils.logging.disable_progress_bar()
-    return open_trained(
+    inferer = open_trained(
         options.checkpoint,
         config=options.config,
         overrides=options.overrides,
@@ -233,6 +209,9 @@ def _inferer_of(options: argparse.Namespace) -> Inferer:
         key_variable=options.key_variable,
         temperature=options.temperature,
     )
+    for warning in inferer.config.warnings:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    return inferer
 
 
 # -- serve -------------------------------------------------------------------------------
@@ -256,53 +235,31 @@ examples:
 
 
 def _add_serve(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "serve",
-        _serve_command,
-        help="offer a trained policy over HTTP on loopback, with a page",
-        description=_SERVE,
-        epilog=_SERVE_EPILOG,
-    )
+    text = "offer a trained policy over HTTP on loopback, with a page"
+    parser = add_command(commands, "serve", _serve_command, text, _SERVE, _SERVE_EPILOG)
     _model_options(parser)
-    option(parser, "--port N", "0: a free one", type=int, default=8080)
-    option(
-        parser,
-        "--host ADDRESS",
-        "to listen on; any but loopback needs --token-env",
-        default="127.0.0.1",
-    )
+    port = checked("0 to 65535", lambda number: 0 <= number <= 65535)
+    option(parser, "--port N", "0: a free one", **port, default=8080)
+    text = "to listen on; any but loopback needs --token-env"
+    option(parser, "--host ADDRESS", text, default="127.0.0.1")
     option(parser, "--token-env NAME", "environment variable with the token that callers send")
-    option(
-        parser,
-        "--at-once N",
-        "problems worked on together; one more is told 429",
-        type=int,
-        default=4,
-    )
+    text = "problems worked on together; one more is told 429"
+    option(parser, "--at-once N", text, **COUNT, default=4)
     option(
         parser,
         "--timeout SECONDS",
         "for one problem; default: rollout.run_timeout of the configuration",
-        type=float,
+        **checked("seconds above 0", lambda value: 0 < value < float("inf"), float),
     )
 
 
 def _serve_command(options: argparse.Namespace) -> int:
-    faults = too_small(("--at-once", options.at_once, 1))
-    if not 0 <= options.port <= 65535:
-        faults.append(Fault("--port", "0 to 65535", str(options.port), "--port 8080"))
-    if options.timeout is not None and not 0 < options.timeout < float("inf"):
-        faults.append(Fault("--timeout", "seconds above 0", f"{options.timeout}", "--timeout 300"))
-    refuse("Nothing is served.", faults)
     from aflow_tune.config.quiet import quiet
     from aflow_tune.using.server import SolveServer, token_for
 
     token = token_for(options.host, options.token_env)
     quiet()
     inferer = _inferer_of(options)
-    for warning in inferer.config.warnings:
-        print(f"warning: {warning}", flush=True)
     inferer.seconds = options.timeout or inferer.seconds
     server = SolveServer(
         inferer,

@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    verb = add_command(actions, "up", _up, help="start one", epilog=_EPILOG)
+    verb = add_command(actions, "up", _up, "start one", epilog=_EPILOG)
     option(verb, "where HOST|YAML", "hosts, or a Ray cluster YAML (here)", nargs="*")
     option(verb, "--num-cpus N", "on this machine (all)", type=int)
     option(verb, "--num-gpus N", "on this machine (all)", type=int)
@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
     option(verb, "--ssh-key FILE", "private key for the hosts (ssh's own)")
     option(verb, "--venv DIR", "virtual environment on every host")
     for name, text in (("status", "show it"), ("down", "end it")):
-        verb = add_command(actions, name, _status_or_down, help=text, epilog=_EPILOG)
+        verb = add_command(actions, name, _status_or_down, text, epilog=_EPILOG)
         option(verb, "yaml yaml", "a Ray cluster YAML (the last one)", type=Path, nargs="?")
         verb.set_defaults(verb=name)
     _add_submit(commands)
@@ -60,18 +60,16 @@ def _up(options: argparse.Namespace) -> int:
     from aflow_tune.find_ray import ray_base
 
     where = options.where
+    sizes = {"--num-cpus": options.num_cpus, "--num-gpus": options.num_gpus}
+    given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
     if not where:
-        sizes = {"--num-cpus": options.num_cpus, "--num-gpus": options.num_gpus}
-        given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
         started = machines.up_here(given)
         print(f"a Ray runs at {started['address']}; dashboard {started['dashboard']}")
         print(f"its files: {ray_base() / 'ray'}")
-        print("next: aflow-tune CONFIG, or aflow-tune submit CONFIG; then aflow-tune cluster down")
         return ExitCode.DONE
-    if options.num_cpus is not None or options.num_gpus is not None:
+    if given:
         cure = "leave them out, or set them in a Ray cluster YAML"
-        found = "--num-cpus or --num-gpus for several"
-        raise BadInput.of("nothing was started", "--num-cpus", "one machine", found, cure)
+        raise BadInput.of("nothing was started", "--num-cpus", "one machine", "several", cure)
     if len(where) == 1 and where[0].endswith((".yaml", ".yml")):
         config = Path(where[0])
     else:
@@ -79,8 +77,7 @@ def _up(options: argparse.Namespace) -> int:
         config = machines.hosts_yaml(where, user, options.ssh_key, options.venv)
     started = machines.up_several(config, environment=options.venv)
     print(f"the cluster of {config} is up")
-    print(f"next: ray dashboard {config}, and in another terminal")
-    print("      aflow-tune submit CONFIG --address http://127.0.0.1:8265")
+    print(f"next: ray dashboard {config}; aflow-tune submit CONFIG --address http://127.0.0.1:8265")
     if started["address"]:
         print(f"on a node: RAY_ADDRESS={started['address']} aflow-tune CONFIG")
     return ExitCode.DONE
@@ -114,15 +111,9 @@ exit codes: as those of `aflow-tune CONFIG`; 0 with --detach and --stop once the
 
 
 def _add_submit(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "submit",
-        _submit,
-        help="run a configuration as a job of a Ray cluster",
-        description="Send a configuration with its code, data and keys to a Ray cluster and run "
-        "it there.",
-        epilog=_SUBMIT_EPILOG,
-    )
+    text = "run a configuration as a job of a Ray cluster"
+    about = "Send a configuration with its code, data and keys to a Ray cluster and run it there."
+    parser = add_command(commands, "submit", _submit, text, about, _SUBMIT_EPILOG)
     config_arguments(parser, settings="settings that win", nargs="?")
     option(parser, "--address URL", "the cluster's dashboard (this machine's)")
     option(parser, "--detach", "do not follow the log")

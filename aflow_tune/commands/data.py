@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aflow_tune.commands.options import REPEATED, add_command, option, refuse, too_small
+from aflow_tune.commands.options import COUNT, NATURAL, REPEATED, add_command, option, refuse
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 if TYPE_CHECKING:
@@ -61,36 +61,21 @@ def add_parser(commands: Any) -> None:
         description="Prepare data files, or check them.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    verb = add_command(
-        actions,
-        "prepare",
-        _prepare,
-        help="write train.jsonl, validation.jsonl and test.jsonl from sources",
-        description=_PREPARE,
-        epilog=_PREPARE_EPILOG,
-    )
-    option(
-        verb,
-        "--source NAME[=WHERE]",
-        "a source of rows; repeat it for each (see below)",
-        **REPEATED,
-        required=True,
-    )
+    text = "write train.jsonl, validation.jsonl and test.jsonl from sources"
+    verb = add_command(actions, "prepare", _prepare, text, _PREPARE, _PREPARE_EPILOG)
+    text = "a source of rows; repeat it for each (see below)"
+    option(verb, "--source NAME[=WHERE]", text, **REPEATED, required=True)
     option(verb, "--ratio NAME=SHARE", "a source's share", **REPEATED)
-    option(
-        verb,
-        "--benchmark NAME=BENCHMARK",
-        "whose rows a source holds, where its name does not say it",
-        **REPEATED,
-    )
+    text = "whose rows a source holds, where its name does not say it"
+    option(verb, "--benchmark NAME=BENCHMARK", text, **REPEATED)
     option(verb, "--out DIR", "where to write", type=Path, required=True)
-    option(verb, "--train N", "rows (1000)", type=int, default=1000)
-    option(verb, "--validation N", "rows (100)", type=int, default=100)
-    option(verb, "--test N", "rows (100)", type=int, default=100)
+    option(verb, "--train N", "rows (1000)", **COUNT, default=1000)
+    option(verb, "--validation N", "rows (100)", **NATURAL, default=100)
+    option(verb, "--test N", "rows (100)", **NATURAL, default=100)
     option(verb, "--seed SEED", "which rows are drawn (0)", type=int, default=0)
     option(verb, "--force", "replace files that are there")
     text = "find held-out rows that stand in the training data"
-    verb = add_command(actions, "check", _check, help=text, description=_CHECK)
+    verb = add_command(actions, "check", _check, text, _CHECK)
     option(verb, "train TRAIN", "the file that is trained on", type=Path)
     option(verb, "test TEST", "held-out files", type=Path, nargs="+")
 
@@ -99,7 +84,7 @@ def _prepare(options: argparse.Namespace) -> int:
     from aflow_tune.data.prepare import SPLITS, draw, write_splits
 
     sizes = {split: getattr(options, split) for split in SPLITS}
-    faults = too_small(*((f"--{split}", sizes[split], int(split == "train")) for split in SPLITS))
+    faults: list[Fault] = []
     named = _pairs("--source", options.source, faults)
     ratios = _pairs("--ratio", options.ratio, faults, named)
     benchmarks = _pairs("--benchmark", options.benchmark, faults, named)
@@ -163,28 +148,25 @@ def _shares(
 
     if len(named) == 1 and not ratios:
         return dict.fromkeys(named, Fraction(1))
-    if not ratios:
-        kinds = {name: kind_of(name, benchmarks.get(name)) for name in named}
-        unknown = [name for name, kind in kinds.items() if kind is None]
-        if unknown:
-            cure = " ".join(f"--ratio {name}={1 / len(named):.3g}" for name in named)
-            expected = "--ratio for each source: the default recipe knows mathematics, code and QA"
-            where, found = f"--source {unknown[0]}", "a source of no known kind"
-            raise BadInput.of("The shares are not known.", where, expected, found, cure)
-        return default_shares({name: str(kind) for name, kind in kinds.items()})
+    where, expected = "--ratio", "shares above 0, together 1, for every source or for none"
     try:
-        return exact_shares({name: float(ratios[name]) for name in named})
+        if ratios:
+            return exact_shares({name: float(ratios[name]) for name in named})
+        kinds = {name: kind_of(name, benchmarks.get(name)) for name in named}
+        where = next((f"--source {name}" for name, kind in kinds.items() if kind is None), "")
+        if not where:
+            return default_shares({name: str(kind) for name, kind in kinds.items()})
+        found = "a kind that is not known; mathematics, code and QA have default shares"
     except (KeyError, ValueError) as error:
-        expected = "shares above 0, together 1, for every source or for none"
-        cure = " ".join(f"--ratio {name}={1 / len(named):.3g}" for name in named)
-        raise BadInput.of("The shares do not fit.", "--ratio", expected, str(error), cure) from None
+        found = str(error)
+    cure = " ".join(f"--ratio {name}={1 / len(named):.3g}" for name in named)
+    raise BadInput.of("The shares do not fit.", where, expected, found, cure)
 
 
 def _read_sources(
     named: Mapping[str, str], benchmarks: Mapping[str, str], rows: int, seed: int
 ) -> list[Source]:
-    """Read every source, of which `rows` rows are needed at most; the faults of all are reported
-    together."""
+    """Read every source, of which `rows` rows are needed at most; the faults of all together."""
     from aflow_tune.data.prepare import Source
     from aflow_tune.scoring.benchmarks import BENCHMARKS, find
     from aflow_tune.scoring.gym import PREFIX
@@ -192,16 +174,16 @@ def _read_sources(
     sources: list[Source] = []
     faults: list[Fault] = []
     for name, where in named.items():
+        label = benchmarks.get(name, name)
         try:
             known = name in benchmarks or name in BENCHMARKS or name.startswith(PREFIX)
-            benchmark = find(benchmarks.get(name, name)) if known else None
+            benchmark = find(label) if known else None
             found, sha256 = _rows(name, where, benchmark, rows, seed)
-            label = benchmark.name if benchmark else benchmarks.get(name, name)
+            label = benchmark.name if benchmark else label
             sources.append(Source(name, label, found, where, sha256))
         except BadInput as error:
             faults += error.faults
-    if faults:
-        raise BadInput("The sources cannot be read.", faults)
+    refuse("The sources cannot be read.", faults)
     return sources
 
 
@@ -230,15 +212,15 @@ def _rows(
         to_row = benchmark.hub.to_row if benchmark and benchmark.hub else dict
         return read_hub(HubSource(dataset[1], subset, split, to_row)), None
     table = _read_file(path)
-    if benchmark is not None:
-        expected = f"the fields of {benchmark.name}: {', '.join(benchmark.fields)}"
-        cure = "add the field, or name the right --benchmark"
-        faults = [
-            Fault(place, expected, ", ".join(row) or "nothing", cure)
-            for row, place in zip(table.rows, table.places, strict=True)
-            if any(row.get(name) is None for name in benchmark.fields)
-        ]
-        refuse("Rows of another form.", faults[:5])
+    fields = benchmark.fields if benchmark else ()
+    expected = f"the fields of {name}: {', '.join(fields)}"
+    cure = "add the field, or name the right --benchmark"
+    faults = [
+        Fault(place, expected, ", ".join(row) or "nothing", cure)
+        for row, place in zip(table.rows, table.places, strict=True)
+        if any(row.get(field) is None for field in fields)
+    ]
+    refuse("Rows of another form.", faults[:5])
     return table.rows, hashlib.sha256(path.read_bytes()).hexdigest()
 
 

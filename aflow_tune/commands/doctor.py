@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.commands.options import add_command, config_arguments, option, print_json
-from aflow_tune.errors import BadInput, ExitCode
+from aflow_tune.errors import ExitCode
 
 if TYPE_CHECKING:
     from aflow_tune.doctor.lines import Line
@@ -37,16 +37,12 @@ _LAST_SECONDS = 0.5
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "doctor",
-        _doctor,
-        help="what this machine, or a configuration, still lacks for a run",
-        description="Look at versions, GPUs, Ray, the sandbox and the disk; with CONFIG also at "
-        "everything that `validate` checks, at model, data, keys, and the cluster it "
-        "names.",
-        epilog=_EPILOG,
+    text = "what this machine, or a configuration, still lacks for a run"
+    about = (
+        "Look at versions, GPUs, Ray, the sandbox and the disk; with CONFIG also at everything "
+        "that `validate` checks, at model, data, keys, and the cluster it names."
     )
+    parser = add_command(commands, "doctor", _doctor, text, about, _EPILOG)
     config_arguments(parser, nargs="?")
     option(parser, "--offline", "ask neither the hub nor endpoints of models")
     option(parser, "--json", "print one JSON object")
@@ -56,15 +52,12 @@ def _doctor(options: argparse.Namespace) -> int:
     from aflow_tune.doctor.doctor import examination
     from aflow_tune.doctor.lines import CHECK_THREAD, State, run_checks
 
-    if options.config is not None and "=" in str(options.config):
-        given = str(options.config)
-        cure = "aflow-tune doctor CONFIG.yaml key=value"
-        raise BadInput.of("There is no configuration.", given, "a YAML file", given, cure)
     started = time.monotonic()
     told: list[Line] = []
     out = sys.stdout
     # What libraries and the user's modules print while they are imported is none of ours.
-    with _silent_output(options.json), contextlib.redirect_stdout(sys.stderr):
+    silent = _silent_output() if options.json else contextlib.nullcontext()
+    with silent, contextlib.redirect_stdout(sys.stderr):
         checks = examination(options.config, options.overrides, offline=options.offline)
         for lines in run_checks(checks):
             told += lines
@@ -93,25 +86,16 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _silent_output(silent: bool) -> Iterator[None]:
+def _silent_output() -> Iterator[None]:
     """Also what code in C, or children, write to the standard output goes to the other one."""
-    try:
-        number, errors = sys.stdout.fileno(), sys.stderr.fileno()
-    except (AttributeError, OSError, ValueError):  # a notebook's
-        silent = False
-    if not silent:
-        yield
-        return
-    kept = os.dup(number)
     sys.stdout.flush()
-    os.dup2(errors, number)
+    kept = os.dup(1)
+    os.dup2(2, 1)
     try:
         yield
     finally:
-        for stream in (sys.stdout, sys.__stdout__):
-            if stream is not None:
-                stream.flush()
-        os.dup2(kept, number)
+        sys.stdout.flush()
+        os.dup2(kept, 1)
         os.close(kept)
 
 

@@ -8,7 +8,15 @@ import json
 import sys
 from typing import Any
 
-from aflow_tune.commands.options import add_command, amount, config_arguments, count, option, size
+from aflow_tune.commands.options import (
+    add_command,
+    amount,
+    config_arguments,
+    count,
+    option,
+    picked,
+    size,
+)
 from aflow_tune.errors import ExitCode
 
 _EPILOG = """\
@@ -35,16 +43,13 @@ exit codes:
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "estimate",
-        _estimate,
-        help="memory, tokens, time and money of a run, and what to change to make it fit",
-        description="Work out what a configuration needs, by role: memory for weights, gradients, "
-        "optimizer, activations and KV cache; tokens, time and money of a step. Says "
-        "whether it fits and what to change if it does not.",
-        epilog=_EPILOG,
+    text = "memory, tokens, time and money of a run, and what to change to make it fit"
+    about = (
+        "Work out what a configuration needs, by role: memory for weights, gradients, optimizer, "
+        "activations and KV cache; tokens, time and money of a step. Says whether it fits and what "
+        "to change if it does not."
     )
+    parser = add_command(commands, "estimate", _estimate, text, about, _EPILOG)
     config_arguments(parser, settings="settings that win over the file, such as local.max_batch=16")
     option(parser, "--inline", "as `aflow-tune CONFIG --inline`: one process")
     group = parser.add_argument_group("what there is")
@@ -74,19 +79,7 @@ def _estimate(options: argparse.Namespace) -> int:
     from aflow_tune.estimate.quantities import EstimateOptions
 
     overrides = [*options.overrides, *(["inline=true"] if options.inline else [])]
-    asked = EstimateOptions(
-        prompt_tokens=options.prompt_tokens,
-        response_tokens=options.response_tokens,
-        calls=options.calls,
-        tokens_per_second=options.tokens_per_second,
-        train_tokens_per_second=options.train_tokens_per_second,
-        gpu_memory=options.gpu_memory,
-        gpus=options.gpus,
-        memory=options.memory,
-        usd_per_gpu_hour=options.usd_per_gpu_hour,
-        rehearse=not options.no_rehearsal,
-        measure=options.measure,
-    )
+    asked = picked(options, EstimateOptions, rehearse=not options.no_rehearsal)
     with contextlib.redirect_stdout(sys.stderr):  # the workflow may print
         found = estimate(options.config, overrides, asked)
     print(json.dumps(as_json(found)) if options.json else render(found))

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from aflow_tune.commands.options import (
+    COUNT,
     REPEATED,
     SEVERAL,
     add_command,
     config_arguments,
     key_variable,
     option,
+    picked,
     print_json,
-    refuse,
-    too_small,
+    together,
 )
-from aflow_tune.errors import ExitCode, Fault, RunFailed
+from aflow_tune.errors import ExitCode, RunFailed
 
 _DESCRIPTION = """\
 Run the workflow of a configuration on its held-out task sets and tell how well it does: mean and
@@ -55,66 +56,39 @@ _LOG_WIDTH = 200
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "eval",
-        _run,
-        help="measure a workflow on its held-out tasks: base model, checkpoints, endpoints",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-    )
+    text = "measure a workflow on its held-out tasks: base model, checkpoints, endpoints"
+    parser = add_command(commands, "eval", _run, text, _DESCRIPTION, _EPILOG)
     config_arguments(parser)
-    option(
-        parser,
-        "--checkpoint WHICH",
-        "weights to measure beside the base model (see below)",
-        **SEVERAL,
-    )
-    option(
-        parser, "--compare", "measure two and compare them in pairs", nargs=2, metavar=("A", "B")
-    )
-    option(parser, "--samples K", "runs of each task", type=int, default=1)
-    option(parser, "--limit N", "only the first N tasks of each set", type=int)
-    option(
-        parser,
-        "--vary KEY=V1,V2",
-        "a column for each value of temperature, top_p, top_k or max_tokens; may be repeated",
-        **REPEATED,
-    )
+    text = "weights to measure beside the base model (see below)"
+    option(parser, "--checkpoint WHICH", text, **SEVERAL, dest="checkpoints")
+    pair: dict[str, Any] = {"nargs": 2, "metavar": ("A", "B"), "default": ()}
+    option(parser, "--compare", "measure two and compare them in pairs", **pair)
+    option(parser, "--samples K", "runs of each task", **COUNT, default=1)
+    option(parser, "--limit N", "only the first N tasks of each set", **COUNT)
+    text = "a column for each value of temperature, top_p, top_k or max_tokens; may be repeated"
+    option(parser, "--vary KEY=V1,V2", text, **REPEATED)
     option(
         parser, "--prompts FILE", "a column for each YAML of operator prompts", type=Path, **SEVERAL
     )
     option(parser, "--endpoint URL", "an OpenAI-compatible API to ask instead")
-    option(parser, "--model NAME", "models of the endpoint, the base model first", **SEVERAL)
+    text = "models of the endpoint, the base model first"
+    option(parser, "--model NAME", text, **SEVERAL, dest="served_models")
     key_variable(parser)
-    option(
-        parser,
-        "--solved-at SCORE",
-        "score from which on a run has solved its task (default 1)",
-        type=float,
-        default=1.0,
-    )
-    option(parser, "--retry-failed", "make runs that failed before once more")
-    option(
-        parser,
-        "--cache DIR",
+    text = "score from which on a run has solved its task (default 1)"
+    option(parser, "--solved-at SCORE", text, type=float, default=1.0)
+    option(parser, "--retry-failed", "make runs that failed before once more", dest="again")
+    text = (
         "keep the answers of executors and judges here and use them again; never those of the "
-        "model that is measured",
-        type=Path,
+        "model that is measured"
     )
+    option(parser, "--cache DIR", text, type=Path)
     option(parser, "--out DIR", "default: eval in the run folder", type=Path)
     option(parser, "--json", "print the result as JSON")
 
 
 def _run(options: argparse.Namespace) -> int:
-    faults = too_small(("--samples", options.samples, 1), ("--limit", options.limit, 1))
-    if options.endpoint and not options.model:
-        cure = "--model NAME, as the endpoint calls it"
-        faults.append(Fault("--endpoint", "the model's name beside it", "no --model", cure))
-    if options.model and not options.endpoint:
-        cure = "--endpoint http://127.0.0.1:8000/v1; the local model is model.model_path=..."
-        faults.append(Fault("--model", "an endpoint that serves it", "no --endpoint", cure))
-    refuse("The evaluation cannot be started.", faults)
+    beside = {"--endpoint": options.endpoint, "--model": options.served_models}
+    together(beside, "The evaluation cannot be started.")
     from rich.console import Console
 
     from aflow_tune.config.quiet import quiet
@@ -124,23 +98,7 @@ def _run(options: argparse.Namespace) -> int:
     from aflow_tune.evaluation.evaluate import JSON_NAME, EvalProgress, evaluate
     from aflow_tune.evaluation.results import PAGE_NAME, print_result
 
-    request = Request(
-        config=options.config,
-        overrides=options.overrides,
-        checkpoints=options.checkpoint,
-        compare=options.compare or (),
-        vary=options.vary,
-        prompts=options.prompts,
-        samples=options.samples,
-        limit=options.limit,
-        endpoint=options.endpoint,
-        served_models=options.model,
-        key_variable=options.key_variable,
-        out=options.out,
-        solved_at=options.solved_at,
-        again=options.retry_failed,
-        cache=options.cache,
-    )
+    request = picked(options, Request)
     result, out = evaluate(request, EvalProgress(Console(stderr=options.json)))
     if options.json:
         print_json(result.to_json())

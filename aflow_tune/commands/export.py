@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.commands.options import add_command, option, refuse, too_small
+from aflow_tune.commands.options import COUNT, add_command, option, refuse
 from aflow_tune.errors import ExitCode, Fault
 
 _DESCRIPTION = """\
@@ -34,42 +34,22 @@ was rewarded best.
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "export",
-        _run,
-        help="write a run's adapter, merged model or best workflows for other tools",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-    )
-    option(
-        parser,
-        "--run DIR",
-        "the run folder; of a chain of stages its own or a stage's",
-        type=Path,
-        required=True,
-    )
+    text = "write a run's adapter, merged model or best workflows for other tools"
+    parser = add_command(commands, "export", _run, text, _DESCRIPTION, _EPILOG)
+    text = "the run folder; of a chain of stages its own or a stage's"
+    option(parser, "--run DIR", text, type=Path, required=True)
     option(parser, "--what", "see above", choices=["adapter", "merged", "workflows"], required=True)
     option(parser, "--out DIR", "where to; made if missing", type=Path, required=True)
-    option(
-        parser,
-        "--checkpoint WHICH",
-        "for adapter and merged: last (the default), best (by the run's own evaluations), or "
-        "a step",
+    text = (
+        "for adapter and merged: last (the default), best (by the run's own evaluations), or a step"
     )
+    option(parser, "--checkpoint WHICH", text)
     option(parser, "--config FILE", "in place of the run's resolved.yaml", type=Path)
-    option(parser, "--top N", "for workflows: how many at most (default 10)", type=int)
-    option(
-        parser,
-        "--least-uses N",
-        "for workflows: leave out structures with fewer uses (default 3)",
-        type=int,
-    )
-    option(
-        parser,
-        "--dataset NAME",
-        "for workflows: what AFlow calls the data set, if the path of --out does not say it",
-    )
+    option(parser, "--top N", "for workflows: how many at most (default 10)", **COUNT)
+    text = "for workflows: leave out structures with fewer uses (default 3)"
+    option(parser, "--least-uses N", text, **COUNT)
+    text = "for workflows: what AFlow calls the data set, if the path of --out does not say it"
+    option(parser, "--dataset NAME", text)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -81,7 +61,6 @@ def _run(options: argparse.Namespace) -> int:
         for name in foreign
         if getattr(options, name[2:].replace("-", "_")) is not None
     ]
-    faults += too_small(("--top", options.top, 1), ("--least-uses", options.least_uses, 1))
     refuse("Nothing was exported.", faults)
     from aflow_tune.config.quiet import quiet
 
@@ -92,8 +71,8 @@ def _run(options: argparse.Namespace) -> int:
         written = export_workflows(
             options.run,
             options.out,
-            top=10 if options.top is None else options.top,
-            least_uses=3 if options.least_uses is None else options.least_uses,
+            top=options.top or 10,
+            least_uses=options.least_uses or 3,
             dataset=options.dataset,
             config=options.config,
         )

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.commands.options import REPEATED, add_command, option, refuse
+from aflow_tune.commands.options import REPEATED, add_command, checked, option, refuse
 from aflow_tune.errors import BadInput, ExitCode, Fault
-
-_MOST_SECONDS = 86400.0
-"""What the system's own waits refuse begins far above."""
 
 _EPILOG = """\
 examples:
@@ -42,22 +38,19 @@ that descends from them or that they descend from.
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "gpus",
-        _show,
-        help="show what runs on the GPUs and whose it is; watch them; free one",
-        description="Show the NVIDIA GPUs of this machine: use, memory, temperature, power, and "
-        "every process on them with its user, memory, start and command.",
-        epilog=_EPILOG,
+    text = "show what runs on the GPUs and whose it is; watch them; free one"
+    about = (
+        "Show the NVIDIA GPUs of this machine: use, memory, temperature, power, and every process "
+        "on them with its user, memory, start and command."
     )
+    parser = add_command(commands, "gpus", _show, text, about, _EPILOG)
     option(parser, "--json", "print JSON and nothing else")
     option(parser, "--monitor", "go on showing, until Ctrl-C")
     option(
         parser,
         "--interval S",
         "seconds between two looks of --monitor (2)",
-        type=float,
+        **checked("0.1 to 86400", lambda number: 0.1 <= number <= 86400, float),
         default=2.0,
     )
     option(parser, "--log FILE", "also append each look to FILE, as a line of JSON", type=Path)
@@ -69,15 +62,11 @@ def add_parser(commands: Any) -> None:
     option(
         verb, "--pid PID", "a process on a GPU; may be given several times", type=int, **REPEATED
     )
-    option(
-        verb,
-        "--protect PID",
-        "a process to leave alone; may be given several times",
-        type=int,
-        **REPEATED,
-    )
+    text = "a process to leave alone; may be given several times"
+    option(verb, "--protect PID", text, type=int, **REPEATED)
     option(verb, "--config CONFIG", "a YAML whose protected_pids count as well", type=Path)
-    option(verb, "--grace S", "seconds between SIGTERM and SIGKILL (10)", type=float, default=10.0)
+    grace = checked("0 to 86400", lambda number: 0 <= number <= 86400, float)
+    option(verb, "--grace S", "seconds between SIGTERM and SIGKILL (10)", **grace, default=10.0)
     option(verb, "--yes", "do not ask")
 
 
@@ -86,7 +75,6 @@ def _show(options: argparse.Namespace) -> int:
     from aflow_tune.gpus.processes import invoking_user
     from aflow_tune.gpus.showing import append, render, watch
 
-    _check_seconds("--interval", options.interval, 0.1)
     owner = invoking_user()
     try:
         if options.monitor:
@@ -113,15 +101,13 @@ def _show(options: argparse.Namespace) -> int:
 def _free(options: argparse.Namespace) -> int:
     from aflow_tune.gpus.freeing import free, pid_faults
 
-    _check_seconds("--grace", options.grace, 0.0)
     faults = pid_faults(options.pid, "--pid") + pid_faults(options.protect, "--protect")
     if not options.devices and not options.pid:
         cure = "aflow-tune gpus free 0, or --pid PID"
         faults.append(Fault("gpus free", "a device or a --pid", "neither", cure))
-    for flag in ("--json", "--monitor", "--log"):
-        if getattr(options, flag[2:]):
-            cure = f"leave {flag} out, or show first: aflow-tune gpus {flag} ..."
-            faults.append(Fault("gpus free", "flags of `free`", f"{flag}, of showing", cure))
+    if options.json or options.monitor or options.log:
+        flags = "--json, --monitor and --log"
+        faults.append(Fault("gpus free", "flags of `free`", f"one of {flags}", "leave it out"))
     refuse("Nothing was signalled.", faults)
     protected = list(options.protect)
     if options.config is not None:  # whose other settings must be readable, no more
@@ -151,10 +137,3 @@ def _confirm(count: int) -> bool:
         print("\nnobody answered; where nobody can, --yes confirms")
         return False
     return answer.strip().lower() == "yes"
-
-
-def _check_seconds(flag: str, value: float, least: float) -> None:
-    if not (math.isfinite(value) and least <= value <= _MOST_SECONDS):
-        expected = f"seconds, from {least:g} to {_MOST_SECONDS:g}"
-        cure = f"{flag} {max(least, 1):g}"
-        raise BadInput.of("Nothing was done.", flag, expected, f"{value:g}", cure)

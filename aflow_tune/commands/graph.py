@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,47 +50,26 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    verb = add_command(
-        verbs,
-        "show",
-        _show,
-        help="operators, prompts, edges and faults",
-        description="List operators, prompts, edges and faults. Exit code 2 if it has faults.",
+    folder = "the graph's folder"
+    text = "operators, prompts, edges and faults"
+    about = "List operators, prompts, edges and faults. Exit code 2 if it has faults."
+    verb = add_command(verbs, "show", _show, text, about)
+    option(verb, "path PATH", folder, type=Path)
+    about = (
+        "Draw the graph: what feeds what, and what repeats. Prints Mermaid unless --svg is given."
     )
-    option(verb, "path PATH", "the graph's folder", type=Path)
-    verb = add_command(
-        verbs,
-        "draw",
-        _draw,
-        help="as a Mermaid text or an SVG picture",
-        description="Draw the graph: what feeds what, and what repeats. Prints Mermaid unless "
-        "--svg is given.",
-    )
-    option(verb, "path PATH", "the graph's folder", type=Path)
+    verb = add_command(verbs, "draw", _draw, "as a Mermaid text or an SVG picture", about)
+    option(verb, "path PATH", folder, type=Path)
     option(verb, "--svg FILE", "write an SVG picture there", type=Path)
-    option(
-        verb,
-        "--run FOLDER",
-        "write into it what the newest evaluation of this run folder counted: calls, tokens, "
-        "share of the reward, failures",
-        type=Path,
-    )
+    text = "write into it what the newest evaluation of this run folder counted: calls, tokens, "
+    option(verb, "--run FOLDER", f"{text}share of the reward, failures", type=Path)
     option(verb, "--mermaid", "print Mermaid, also beside --svg")
-    verb = add_command(
-        verbs,
-        "export",
-        _export,
-        help="write it as a round_N folder that AFlow runs",
-        description="Write the graph as a round of AFlow. An existing graph is never overwritten.",
-    )
-    option(verb, "path PATH", "the graph's folder", type=Path)
-    option(
-        verb,
-        "--round FOLDER",
-        "where to, such as workspace/GSM8K/workflows/round_21",
-        type=Path,
-        required=True,
-    )
+    about = "Write the graph as a round of AFlow. An existing graph is never overwritten."
+    text = "write it as a round_N folder that AFlow runs"
+    verb = add_command(verbs, "export", _export, text, about)
+    option(verb, "path PATH", folder, type=Path)
+    text = "where to, such as workspace/GSM8K/workflows/round_21"
+    option(verb, "--round FOLDER", text, type=Path, required=True)
     option(verb, "--dataset NAME", "if the folder's path does not say it")
     _add_check_graph(commands)
 
@@ -135,13 +114,8 @@ def _measured(run_dir: Path) -> dict[str, Measured]:
     newest = [list(steps.values())[-1] for steps in evaluations.values()]
     records = [record for evaluation in newest for record in evaluation.records]
     if not records:
-        raise BadInput.of(
-            "There are no numbers to draw.",
-            str(run_dir),
-            "a run folder with evaluations",
-            "no evaluation" if run_dir.is_dir() else "no such folder",
-            "name the folder that the run printed as its run folder",
-        )
+        title, expected = "There are no numbers to draw.", "a run folder with evaluations"
+        raise BadInput.of(title, str(run_dir), expected, "no evaluation", "name a run folder")
     return measure(traces_of(records))
 
 
@@ -152,10 +126,7 @@ def _export(options: argparse.Namespace) -> int:
     saved = save_round(load_graph(options.path), options.round, dataset=options.dataset)
     print(*saved.files, *(f"note: {note}" for note in saved.notes), sep="\n")
     if saved.only_here:
-        print(
-            f"\nAFlow will not use the prompts of {', '.join(saved.only_here)}: operators that it "
-            "gives prompts from its own template, or that the code never calls by name."
-        )
+        print(f"\nAFlow will not use the prompts of {', '.join(saved.only_here)}")
     return ExitCode.DONE
 
 
@@ -183,40 +154,21 @@ exit codes: 0 the graph may run, 2 it is refused or cannot be read
 
 
 def _add_check_graph(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "check-graph",
-        _check,
-        help="whether a graph that a model wrote may run, and what it can cost",
-        description="Check a written graph before it runs: its Python, its names, its calls and "
-        "its cost at worst. Prints the verdict, the bound and the drawing.",
-        epilog=_CHECK_EPILOG,
+    text = "whether a graph that a model wrote may run, and what it can cost"
+    about = (
+        "Check a written graph before it runs: its Python, its names, its calls and its cost at "
+        "worst. Prints the verdict, the bound and the drawing."
     )
+    parser = add_command(commands, "check-graph", _check, text, about, _CHECK_EPILOG)
     option(parser, "file FILE", "JSON, Python, a graph's folder, or -")
-    option(
-        parser,
-        "--problem-type --type",
-        "what the workflow will be called with; code brings an entry point",
-        choices=["math", "code", "qa"],
-    )
-    option(
-        parser,
-        "--max-calls N",
-        "calls of models that it may make at worst (default: 20)",
-        type=natural,
-    )
-    option(
-        parser,
-        "--max-tokens N",
-        "prompt and completion tokens that it may use at worst (default: no limit)",
-        type=natural,
-    )
-    option(
-        parser,
-        "--operators NAME,...",
-        "only these may be used; file.py:Class adds one of yours (default: all)",
-        type=names,
-    )
+    text = "what the workflow will be called with; code brings an entry point"
+    option(parser, "--problem-type --type", text, choices=["math", "code", "qa"])
+    text = "calls of models that it may make at worst (default: 20)"
+    option(parser, "--max-calls N", text, type=natural)
+    text = "prompt and completion tokens that it may use at worst (default: no limit)"
+    option(parser, "--max-tokens N", text, type=natural)
+    text = "only these may be used; file.py:Class adds one of yours (default: all)"
+    option(parser, "--operators NAME,...", text, type=names)
     option(parser, "--json", "print one JSON object")
 
 
@@ -228,15 +180,9 @@ def _check(options: argparse.Namespace) -> int:
     if options.max_calls is not None:
         limits = replace(limits, model_calls=options.max_calls)
     given = _read(options.file)
-    settings: dict[str, Any] = {
-        "operators": _operators(options.operators or []),
-        "problem_type": options.problem_type,
-        "limits": limits,
-    }
-    if isinstance(given, Written):
-        verdict = check_graph_of(given, **settings)
-    else:
-        verdict = check_written(given, **settings)
+    check: Callable[..., Verdict] = check_graph_of if isinstance(given, Written) else check_written
+    operators = _operators(options.operators or [])
+    verdict = check(given, operators=operators, problem_type=options.problem_type, limits=limits)
     print_json(_as_json(verdict)) if options.json else print(_as_text(verdict, limits))
     return ExitCode.DONE if verdict.ok else ExitCode.BAD_INPUT
 
@@ -247,13 +193,19 @@ def _operators(named: Sequence[str]) -> dict[str, type[Operator]]:
 
     own = load_operators([name for name in named if ":" in name])
     names = [name for name in named if ":" not in name]
-    faults = []
-    for name in names:
-        if name not in OPERATORS:
-            near = did_you_mean(name, OPERATORS).strip(" ()")
-            cure = near or "for one of yours name its file: file.py:Class"
-            faults.append(Fault("--operators", f"one of {listed(OPERATORS)}", name, cure))
-    refuse("These operators are not known.", faults)
+    refuse(
+        "These operators are not known.",
+        [
+            Fault(
+                "--operators",
+                f"one of {listed(OPERATORS)}, or file.py:Class",
+                name,
+                did_you_mean(name, OPERATORS).strip(" ()") or "name one of them",
+            )
+            for name in names
+            if name not in OPERATORS
+        ],
+    )
     return {name: OPERATORS[name] for name in names or OPERATORS} | own
 
 
@@ -289,13 +241,10 @@ def _folder(path: Path) -> Any:
     code = graph.sources["graph.py"]
     words = set(re.findall(r"\w+", code))
     prompts = {name: text for name, text in graph.shape.constants.items() if name in words}
-    notes = []
-    for name, text in graph.prompts.items():
-        if isinstance(text, str):
-            prompts[name] = text
-        else:
-            notes.append(f"the prompts of {name} in prompts.json were left out")
-    return Written(code, prompts, WrittenForm.CODE, tuple(notes))
+    prompts |= {name: text for name, text in graph.prompts.items() if isinstance(text, str)}
+    left = [name for name in graph.prompts if name not in prompts]
+    notes = tuple(f"the prompts of {name} in prompts.json were left out" for name in left)
+    return Written(code, prompts, WrittenForm.CODE, notes)
 
 
 def _as_json(verdict: Verdict) -> dict[str, Any]:
@@ -317,35 +266,21 @@ def _as_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def _as_text(verdict: Verdict, limits: CheckLimits) -> str:
-    from aflow_tune.graph.draw import shortened, to_mermaid
-    from aflow_tune.writer.results import operators_of
+    """What `_as_json` has, to read: the verdict, the worst case, each refusal, the drawing."""
+    from aflow_tune.graph.draw import shortened
 
-    written, graph, bound = verdict.written, verdict.graph, verdict.bound
-    lines = ["fine: it may run" if verdict.ok else "refused"]
-    if written is not None:
-        notes = f" ({shortened('; '.join(written.notes), 400)})" if written.notes else ""
-        lines.append(f"form: {written.form.value}{notes}")
-    if graph is not None:
-        used = ", ".join(f"{name} {count}" for name, count in operators_of(graph).items())
-        lines.append(f"call sites: {shortened(used, 400) or 'none'}")
-    if bound is not None:
-        money = "" if bound.usd is None else f", ${bound.usd:.4f}"
-        lines.append(
-            f"at worst: operator calls {bound.operator_calls:,}, model calls "
-            f"{bound.model_calls:,} ({limits.model_calls:,} allowed), {bound.prompt_tokens:,} "
-            f"prompt and {bound.completion_tokens:,} completion tokens{money}"
-        )
-    elif verdict.ok:
-        lines.append(
-            "at worst: its source does not tell; a run is stopped after "
-            f"{limits.model_calls:,} model calls"
-        )
-    if verdict.refusals:
-        lines.append("\nrefusals:")
-        lines += [
-            f"{number}. [{refusal.kind.value}] {shortened(str(refusal), 600)}"
-            for number, refusal in enumerate(verdict.refusals, 1)
-        ]
-    if graph is not None and graph.flow.nodes:
-        lines += ["", to_mermaid(graph.flow).rstrip()]
-    return "\n".join(lines)
+    found = _as_json(verdict)
+
+    def listed(values: Mapping[str, Any] | None) -> str:
+        pairs = (values or {}).items()
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in pairs) or "none"
+
+    lines = [
+        "fine: it may run" if verdict.ok else "refused",
+        f"form: {found['form']} {shortened('; '.join(found['notes']), 400)}",
+        f"call sites: {shortened(listed(found['operators']), 400)}",
+        f"at worst: {listed(found['bound'])}; model calls allowed: {limits.model_calls}",
+    ]
+    for number, refusal in enumerate(verdict.refusals, 1):
+        lines.append(f"{number}. [{refusal.kind.value}] {shortened(str(refusal), 600)}")
+    return "\n".join([*lines, "", (found["mermaid"] or "").rstrip()]).rstrip()

@@ -6,16 +6,14 @@ Parses, calls and shows; what is tried and kept is decided below.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aflow_tune.commands.options import SEVERAL, add_command, config_arguments, option, print_json
 from aflow_tune.errors import ExitCode
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _DESCRIPTION = """\
 Collect pairs of a problem and a graph that solves it, from which a policy can learn by supervised
@@ -53,43 +51,30 @@ _LINE_SECONDS = 5.0
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "harvest",
-        _run,
-        help="collect problems with graphs that solve them, for a supervised warm start",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-    )
+    text = "collect problems with graphs that solve them, for a supervised warm start"
+    parser = add_command(commands, "harvest", _run, text, _DESCRIPTION, _EPILOG)
     config_arguments(parser, config="a YAML with a section `writer`")
     option(
         parser, "--source SOURCE", "templates, teacher, runs (default: harvest.sources)", **SEVERAL
     )
-    option(
-        parser,
-        "--runs DIR",
-        "run folders of the writer: the source `runs`, beside the others",
-        type=Path,
-        **SEVERAL,
-    )
+    text = "run folders of the writer: the source `runs`, beside the others"
+    option(parser, "--runs DIR", text, type=Path, **SEVERAL)
     option(parser, "--limit N", "so many problems, drawn by `seed`", type=int)
     option(parser, "--out FILE", "where the pairs go", type=Path)
     option(parser, "--json", "print the counts as JSON")
 
 
 def _run(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from aflow_tune.tuning import harvest_config
 
-    console = Console(stderr=options.json)
     last = 0.0
+    out = sys.stderr if options.json else sys.stdout
 
     def say(text: str) -> None:
         nonlocal last
         if not text.startswith("harvesting:") or time.monotonic() - last > _LINE_SECONDS:
             last = time.monotonic()
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            print(text, file=out, flush=True)
 
     summary = harvest_config(
         options.config,
@@ -102,63 +87,23 @@ def _run(options: argparse.Namespace) -> int:
     )
     if options.json:
         print_json({**summary.counts, "pairs": str(summary.pairs)})
-        return ExitCode.DONE
-    _print_counts(summary.counts, console)
-    console.print(f"pairs:  {summary.pairs}", markup=False, soft_wrap=True)
+    else:
+        _print_counts(summary.counts)
+        print(f"pairs:  {summary.pairs}")
     return ExitCode.DONE
 
 
-def _print_counts(counts: Mapping[str, Any], console: Console) -> None:
-    """What became of the graphs, what was kept, and what else is worth a line."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    def listed(parts: Mapping[str, int]) -> str:
-        return ", ".join(f"{name} {number}" for name, number in parts.items())
-
-    candidates = counts["candidates"]
-    table = Table("what", "how many", "of these", title="graphs tried", title_justify="left")
-    for what, count, parts in (
-        ("graphs", sum(candidates.values()), listed(candidates)),
-        ("refused by the check", counts["refused"], listed(counts["refused_by_kind"])),
-        ("failed while they ran", counts["failed"], "".join(counts["failed_examples"][:1])),
-        ("answered wrongly", counts["wrong"], ""),
-        ("could not be scored", counts["unscored"], ""),
-        ("not tried to the end", counts["untried"], listed(counts["untried_by_reason"])),
-        ("solved their problem", counts["solved"], f"problems {counts['solved_problems']}"),
-        ("over a structure's share", counts["dropped_for_balance"], ""),
-        ("kept", counts["kept"], listed(counts["kept_by_source"])),
-    ):
-        table.add_row(what, str(count), escape(parts))
-    console.print(table)
+def _print_counts(counts: Mapping[str, Any]) -> None:
+    """Every count by its name, those by kind in one line."""
+    lines = []
+    for name, value in counts.items():
+        if isinstance(value, Mapping):
+            value = ", ".join(f"{part} {number}" for part, number in value.items()) or "none"
+        lines.append(f"{name.replace('_', ' ')}: {value}")
     structures = counts["kept_by_structure"]
-    lines = [f"{number} pairs of {structure}" for structure, number in structures.items()]
-    lines.append(
-        f"problems: {counts['problems']}, of which {counts['solved_problems']} were solved by "
-        "some graph"
-    )
-    for text, number in (
-        ("dropped before: {} problems that are held out too", counts["leaks"]),
-        ("passed over: {} rollouts of other problems", counts["rollouts_of_other_problems"]),
-    ):
-        if number:
-            lines.append(text.format(number))
-    if failures := counts["teacher_failures"]:
-        lines.append(f"the teacher did not answer: {listed(failures)}; the same command asks again")
-    for who in ("executor", "teacher"):
-        if tokens := counts[who]["tokens"]:
-            usd = counts[who]["usd"]
-            lines.append(
-                f"{who}: {tokens:,} tokens, {'unpriced' if usd is None else f'${usd:.4f}'}"
-            )
-    if counts["dropped_for_balance"] > counts["kept"]:
+    if counts["dropped_for_balance"] > counts["kept"] or len(structures) == 1:
         lines.append(
-            f"more was dropped than kept, so that no structure exceeds "
-            f"{counts['share_in_force']:.0%}: add sources, or raise harvest.per_structure"
+            "warning: one structure is most of what solved, and would be learned by heart: add "
+            "sources, problems of another kind, or raise harvest.per_structure"
         )
-    if len(structures) == 1:
-        lines.append(
-            "warning: all pairs have one structure, which a policy will learn by heart: add "
-            "sources, or problems of another kind"
-        )
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    print(*lines, sep="\n")

@@ -4,10 +4,10 @@ plain refusal."""
 from __future__ import annotations
 
 import argparse
-import difflib
+import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,6 @@ class Parser(argparse.ArgumentParser):
             settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**settings)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse's; of a misspelt option says which one was meant."""
-        found, unknown = super().parse_known_args(args, namespace)
-        for word in unknown:
-            near = difflib.get_close_matches(word.partition("=")[0], self._option_string_actions, 1)
-            if word.startswith("--") and near:
-                self.error(f"there is no option {word}; did you mean {near[0]}?")
-        return found, unknown
-
     def arranged(self, words: Sequence[str]) -> list[str]:
         """The words with CONFIG first, then every `key=value`, then the options with their values.
 
@@ -40,9 +31,7 @@ class Parser(argparse.ArgumentParser):
         follows `--checkpoint` to that option. The value of an option that takes exactly one is
         left where it is, whatever it looks like.
         """
-        if not any(
-            action.dest == "overrides" and not action.option_strings for action in self._actions
-        ):
+        if not any(action.dest == "overrides" for action in self._get_positional_actions()):
             return list(words)
         positional: list[str] = []
         settings: list[str] = []
@@ -69,10 +58,15 @@ SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
 
 
 def add_command(
-    commands: Any, name: str, action: Callable[[argparse.Namespace], int], **texts: str
+    commands: Any,
+    name: str,
+    action: Callable[[argparse.Namespace], int],
+    help: str,
+    description: str | None = None,
+    epilog: str | None = None,
 ) -> Parser:
-    """Add a command or one of its verbs, with `help`, `description` and `epilog` as `texts`."""
-    parser: Parser = commands.add_parser(name, **texts)
+    """Add a command or one of its verbs."""
+    parser: Parser = commands.add_parser(name, help=help, description=description, epilog=epilog)
     parser.set_defaults(action=action)
     return parser
 
@@ -91,7 +85,7 @@ def option(target: Any, names: str, help: str | None = None, **settings: Any) ->
     target.add_argument(*strings, help=help, **settings)
 
 
-def _reader(expected: str, read: Callable[[str], Any], holds: Callable[[Any], bool]) -> Any:
+def reader(expected: str, read: Callable[[str], Any], holds: Callable[[Any], bool]) -> Any:
     """A type for `option` with a plain refusal."""
 
     def checked(text: str) -> Any:
@@ -106,20 +100,39 @@ def _reader(expected: str, read: Callable[[str], Any], holds: Callable[[Any], bo
     return checked
 
 
-def _bytes(text: str) -> float | None:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])i?B?\s*", text, re.IGNORECASE)
-    return match and float(match[1]) * 2 ** (10 * ("KMGT".index(match[2].upper()) + 1))
+def _bytes(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT])i?B?", text.strip(), re.IGNORECASE)
+    return float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) + 1) if match else 0.0
 
 
-count = _reader("a whole number above 0", int, lambda number: number >= 1)
-natural = _reader("a whole number from 0 on", int, lambda number: number >= 0)
-amount = _reader("a number above 0", float, lambda number: 0 < number < float("inf"))
-size = _reader("a size with its unit, such as 24GB", _bytes, lambda number: number > 0)
-seeds = _reader(
+count = reader("a whole number, 1 or more", int, lambda number: number >= 1)
+natural = reader("a whole number, 0 or more", int, lambda number: number >= 0)
+amount = reader("a number above 0", float, lambda number: 0 < number < float("inf"))
+size = reader("a size with its unit, such as 24GB", _bytes, lambda number: number > 0)
+seeds = reader(
     "different whole numbers such as 0,1,2",
     lambda text: tuple(map(int, text.split(","))),
     lambda numbers: min(numbers) >= 0 and len(set(numbers)) == len(numbers),
 )
+
+
+def checked(
+    expected: str, holds: Callable[[Any], bool], read: Callable[[str], Any] = int, place: str = ""
+) -> dict[str, Any]:
+    """Settings of an option whose value has to hold; else BadInput at `place`, or its name."""
+
+    class Checked(argparse.Action):
+        def __call__(self, parser: Any, namespace: Any, values: Any, name: Any = None) -> None:
+            if not holds(values):
+                where, title = place.format(name, values) or name, "The command line does not fit."
+                raise BadInput.of(title, where, expected, str(values), f"{name} {expected}")
+            setattr(namespace, self.dest, values)
+
+    return {"type": read, "action": Checked}
+
+
+COUNT = checked("1 or more", lambda number: number >= 1, place="{} {}")
+NATURAL = checked("0 or more", lambda number: number >= 0, place="{} {}")
 
 
 def names(text: str) -> list[str]:
@@ -141,18 +154,24 @@ def write_text(path: Path, text: str) -> None:
         raise BadInput(f"{path} cannot be written: {error}") from error
 
 
+def picked(options: argparse.Namespace, kind: type[Any], **more: Any) -> Any:
+    """A dataclass with the fields that options have the names of."""
+    fields = {field.name for field in dataclasses.fields(kind)}
+    given = {name: value for name, value in vars(options).items() if name in fields}
+    return kind(**given | more)
+
+
 def refuse(title: str, faults: Sequence[Fault]) -> None:
     if faults:
         raise BadInput(title, list(faults))
 
 
-def too_small(*given: tuple[str, int | None, int]) -> list[Fault]:
-    """Faults of options below their least value, from (option, value or None, least)."""
-    return [
-        Fault(f"{name} {value}", f"{least} or more", str(value), f"{name} {max(least, 1)}")
-        for name, value, least in given
-        if value is not None and value < least
-    ]
+def together(options: Mapping[str, Any], title: str) -> None:
+    """Refuse an option that stands without the other ones. Raises BadInput."""
+    missing = ", ".join(name for name, value in options.items() if not value)
+    given = ", ".join(name for name, value in options.items() if value)
+    if given and missing:
+        raise BadInput.of(title, given, f"{missing} beside it", f"no {missing}", f"add {missing}")
 
 
 def config_arguments(

@@ -32,60 +32,37 @@ dry run:
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "run",
-        _run,
-        help="tune a workflow (the word may be left out)",
-        description="Tune the workflow of a configuration, with an evaluation before and after. "
-        "The same command resumes an interrupted run.",
-        epilog=_EPILOG,
+    settings = "settings that win over the file, such as buffer.total_steps=20"
+    text = "tune a workflow (the word may be left out)"
+    about = (
+        "Tune the workflow of a configuration, with an evaluation before and after. The same "
+        "command resumes an interrupted run."
     )
-    config_arguments(
-        parser, settings="settings that win over the file, such as buffer.total_steps=20"
-    )
+    parser = add_command(commands, "run", _run, text, about, _EPILOG)
+    config_arguments(parser, settings=settings)
     option(
         parser, "--inline", "one process without Ray: starts faster, half the memory, same results"
     )
     group = parser.add_argument_group("a dry run")
-    option(
-        group,
-        "--dry-run",
-        "play one step by a script on a tiny random model; no GPU, nothing is kept",
-    )
+    text = "play one step by a script on a tiny random model; no GPU, nothing is kept"
+    option(group, "--dry-run", text)
     option(group, "--answers FILE", "what a good and a bad policy would say", type=Path)
-    option(
-        group,
-        "--call-apis",
-        "call the models behind APIs, which costs money; else plain words stand in for them",
-    )
-    option(
-        group,
-        "--tasks N",
-        "tasks to play (a whole step, up to 256 runs); sums are scaled to the step",
-        type=count,
-    )
+    text = "call the models behind APIs, which costs money; else plain words stand in for them"
+    option(group, "--call-apis", text)
+    text = "tasks to play (a whole step, up to 256 runs); sums are scaled to the step"
+    option(group, "--tasks N", text, type=count)
     option(group, "--stage NAME", "the stage to play (the first that can be)")
     option(group, "--json", "print JSON and nothing else")
-    parser = add_command(
-        commands,
-        "validate",
-        _validate,
-        help="check configuration, function and data set without starting anything",
-        description="Check a configuration, its workflow function and its data sets. Starts "
-        "nothing and fetches nothing. Every fault is printed with its place and its "
-        "cure.",
+    text = "check configuration, function and data set without starting anything"
+    about = (
+        "Check a configuration, its workflow function and its data sets. Starts nothing and "
+        "fetches nothing. Every fault is printed with its place and its cure."
     )
-    config_arguments(
-        parser, settings="settings that win over the file, such as buffer.total_steps=20"
-    )
-    parser = add_command(
-        commands,
-        "init",
-        _init,
-        help="write a small new project: workflow, YAML, data, test",
-        description="Write a small project to start from. Existing files are never overwritten.",
-    )
+    parser = add_command(commands, "validate", _validate, text, about)
+    config_arguments(parser, settings=settings)
+    text = "write a small new project: workflow, YAML, data, test"
+    about = "Write a small project to start from. Existing files are never overwritten."
+    parser = add_command(commands, "init", _init, text, about)
     option(parser, "folder folder", "where to write it; made if missing", type=Path)
 
 
@@ -108,16 +85,10 @@ def _dry_run(options: argparse.Namespace) -> int:
     from aflow_tune.dry_run.dry_run import as_json, render
     from aflow_tune.tuning import dry_run_config
 
+    names = ("answers", "call_apis", "tasks", "stage", "inline")
+    asked = {name: getattr(options, name) for name in names}
     with contextlib.redirect_stdout(sys.stderr):  # the workflow may print
-        result = dry_run_config(
-            options.config,
-            options.overrides,
-            answers=options.answers,
-            call_apis=options.call_apis,
-            tasks=options.tasks,
-            stage=options.stage,
-            inline=options.inline,
-        )
+        result = dry_run_config(options.config, options.overrides, **asked)
     print(json.dumps(as_json(result)) if options.json else render(result))
     return ExitCode.DONE if result.good else ExitCode.FAILED
 
@@ -131,11 +102,35 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _init(options: argparse.Namespace) -> int:
-    from aflow_tune.commands.init_project import write_project
-
     written = write_project(options.folder)
     if not written:
         raise BadInput(f"nothing was written to {options.folder}: every file is there already")
     print(*written, sep="\n")
     print(f"\nnext: aflow-tune validate {options.folder / 'config.yaml'}")
     return ExitCode.DONE
+
+
+def write_project(folder: Path) -> list[Path]:
+    """Write the files of a small project that are not there yet; returns those written. They stand
+    in `project/`; those in Python with `.txt` behind their names.
+
+    Raises:
+        BadInput: `folder` cannot be a folder.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        title, expected = "The project cannot be written there.", "a folder, or a free name"
+        raise BadInput.of(title, str(folder), expected, str(error), "name another folder") from None
+    names = ("workflow.py.txt", "config.yaml", "test_workflow.py.txt", "README.md")
+    shipped = Path(__file__).with_name("project")
+    files = {name.removesuffix(".txt"): (shipped / name).read_text("utf-8") for name in names}
+    # Every third sum is held out, so that both sets are equally hard.
+    rows = [{"question": f"What is {n} + {n + 1}?", "answer": 2 * n + 1} for n in range(1, 61)]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    files["held_out.jsonl"] = "".join(lines[2::3])
+    files["train.jsonl"] = "".join(line for n, line in enumerate(lines, 1) if n % 3)
+    written = [folder / name for name in files if not (folder / name).exists()]
+    for path in written:
+        path.write_text(files[path.name], encoding="utf-8")
+    return written

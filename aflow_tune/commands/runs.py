@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.commands.options import (
+    COUNT,
+    NATURAL,
     REPEATED,
     Parser,
     add_command,
     option,
     print_json,
     refuse,
-    too_small,
 )
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
@@ -76,7 +77,7 @@ def add_parser(commands: Any) -> None:
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     listed = "what runs there are, and what became of them (the word may be left out)"
-    verb = add_command(actions, "list", _list, help=listed, description=_DESCRIPTION)
+    verb = add_command(actions, "list", _list, listed, _DESCRIPTION)
     _folders(verb)
     option(verb, "--json", "print JSON and nothing else")
     option(
@@ -87,21 +88,19 @@ def add_parser(commands: Any) -> None:
         default="changed",
     )
     option(verb, "--state STATE", "only runs in this state; may be repeated", **REPEATED)
-    verb = add_command(
-        actions,
-        "resume",
-        _resume,
-        help="go on with a run, by its folder",
-        description="Start the command that began a run once more, in the folder it was started "
-        "in: it goes on from the last sound checkpoint. More settings may follow.",
+    text = "go on with a run, by its folder"
+    about = (
+        "Start the command that began a run once more, in the folder it was started in: it goes on "
+        "from the last sound checkpoint. More settings may follow."
     )
+    verb = add_command(actions, "resume", _resume, text, about)
     option(verb, "folder DIR", "the run folder", type=Path)
     option(verb, "overrides key=value", "settings, such as buffer.total_steps=20", nargs="*")
     clean = "take away checkpoints that are neither newest nor best"
-    verb = add_command(actions, "clean", _clean, help=clean, description=_CLEAN)
+    verb = add_command(actions, "clean", _clean, clean, _CLEAN)
     _folders(verb)
-    option(verb, "--keep-last N", "newest (1)", type=int, default=1)
-    option(verb, "--keep-best N", "best ones (1)", type=int, default=1)
+    option(verb, "--keep-last N", "newest (1)", **COUNT, default=1)
+    option(verb, "--keep-best N", "best ones (1)", **NATURAL, default=1)
     either = verb.add_mutually_exclusive_group()
     option(either, "--yes", "do not ask")
     option(either, "--dry-run", "only show what would go")
@@ -119,13 +118,10 @@ def _roots(folders: Sequence[Path]) -> list[Path]:
         BadInput: one that was named is not there, or none of the usual ones is.
     """
     if folders:
-        faults = [
-            Fault(str(path), "a folder", "no such folder", "name the folder that holds your runs")
-            for path in folders
-            if not path.is_dir()
-        ]
-        if faults:
-            raise BadInput("There is nowhere to look.", faults)
+        cure = "name the folder that holds your runs"
+        missing = [str(path) for path in folders if not path.is_dir()]
+        faults = [Fault(path, "a folder", "no such folder", cure) for path in missing]
+        refuse("There is nowhere to look.", faults)
         return list(folders)
     return [Path(name) for name in ROOTS if Path(name).is_dir()]
 
@@ -140,8 +136,8 @@ def _list(options: argparse.Namespace) -> int:
     found = [describe(path) for path in find_runs(_roots(options.folders))]
     if options.state:
         found = [run for run in found if run.state.value in options.state]
-    last = math.inf
     found.sort(key=lambda run: str(run.path))
+    last = math.inf
     orders: dict[str, Callable[[RunInfo], Any]] = {
         "changed": lambda run: -run.changed,
         "name": lambda run: 0,
@@ -161,41 +157,34 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _print_table(found: Sequence[RunInfo]) -> None:
-    rows: list[tuple[str, ...]] = [("state", "step", "best", "cost", "changed", "place")]
-    notes: dict[int, str] = {}
-    for run in found:
-        _add_rows(run, rows, notes, depth=0)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for number, row in enumerate(rows):
-        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(padded).rstrip())
-        if number in notes:
-            print(f"    {notes[number]}")
-
-
-def _add_rows(
-    run: RunInfo, rows: list[tuple[str, ...]], notes: dict[int, str], *, depth: int
-) -> None:
     from aflow_tune.runs.listing import age
 
-    best = f"{run.best[1]:.3f} {run.score} @ {run.best[0]}" if run.best else "-"
-    cost = "-" if run.usd is None else f"{'~' if run.about else ''}${run.usd:.2f}"
-    steps = f"{run.step}/{run.target}" if run.target else "-"
-    place = f"{'  ' * depth}{run.path.name if depth else run.path}"
-    changed = f"{age(run.changed)} ago" if run.changed else "-"
-    rows.append((run.state.value, steps, best, cost, changed, place))
-    if run.error and not run.stages:
-        notes[len(rows) - 1] = one_line(run.error)
-    for stage in run.stages:
-        _add_rows(stage, rows, notes, depth=depth + 1)
+    rows = [("state", "step", "best", "cost", "changed", "place", "")]
+
+    def add(run: RunInfo, depth: int) -> None:
+        best = f"{run.best[1]:.3f} {run.score} @ {run.best[0]}" if run.best else "-"
+        cost = "-" if run.usd is None else f"{'~' if run.about else ''}${run.usd:.2f}"
+        steps = f"{run.step}/{run.target}" if run.target else "-"
+        place = f"{'  ' * depth}{run.path.name if depth else run.path}"
+        changed = f"{age(run.changed)} ago" if run.changed else "-"
+        error = "" if run.stages else run.error or ""
+        rows.append((run.state.value, steps, best, cost, changed, place, error))
+        for stage in run.stages:
+            add(stage, depth + 1)
+
+    for run in found:
+        add(run, 0)
+    for state, steps, best, cost, changed, place, error in rows:
+        print(f"{state:<11}  {steps:>9}  {best:<22}  {cost:>8}  {changed:<12}  {place}")
+        if error:
+            print(f"    {one_line(error)}")
 
 
 def one_line(error: str) -> str:
     """The first line of an error, and the last one, which in a traceback says why."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
-    text = lines[0] if len(lines) < 2 else f"{lines[0]} {lines[-1]}"
-    shown = "".join(c if c.isprintable() else "?" for c in text)
-    return shown if len(shown) <= _LONGEST_ERROR else f"{shown[: _LONGEST_ERROR - 3]}..."
+    text = " ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
+    return "".join(c if c.isprintable() else "?" for c in text)[:_LONGEST_ERROR]
 
 
 def _resume(options: argparse.Namespace) -> int:
@@ -209,8 +198,6 @@ def _clean(options: argparse.Namespace) -> int:
     from aflow_tune.runs.clean import carry_out, plan
     from aflow_tune.runs.listing import find_runs
 
-    small = too_small(("--keep-last", options.keep_last, 1), ("--keep-best", options.keep_best, 0))
-    refuse("Nothing was taken away.", small)
     plans = [
         part
         for run in find_runs(_roots(options.folders))
@@ -245,8 +232,5 @@ def _clean(options: argparse.Namespace) -> int:
 
 
 def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
+    power = min(3, (len(str(int(count))) - 1) // 3)
+    return f"{count / 1000**power:.1f} {('B', 'kB', 'MB', 'GB')[power]}"

@@ -39,24 +39,15 @@ def add_parser(commands: Any) -> None:
     _common(parser)
     parser.set_defaults(action=_show, policy="auto", json=False)
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
-    verb = add_command(
-        actions,
-        "run",
-        _run,
-        help="run one Python program",
-        description="Run one Python program in the sandbox and say how it ended.",
-        epilog=_EPILOG,
-    )
+    text = "run one Python program"
+    about = "Run one Python program in the sandbox and say how it ended."
+    verb = add_command(actions, "run", _run, text, about, _EPILOG)
     option(verb, "program FILE.py", "the program", type=Path)
     option(verb, "--stdin FILE", "what it reads from stdin", type=Path)
     option(verb, "--time S", "seconds of wall clock (15)", type=float)
     option(verb, "--memory MB", "for all its processes (512)", type=int)
-    option(
-        verb,
-        "--package NAME",
-        "an installed package that it may import, such as numpy; again for more",
-        **REPEATED,
-    )
+    text = "an installed package that it may import, such as numpy; again for more"
+    option(verb, "--package NAME", text, **REPEATED)
     _common(verb)
 
 
@@ -112,16 +103,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(execution.to_json()))
     else:
-        print(
-            f"outcome:    {execution.ending.value} (exit code {execution.exit_code})",
-            f"level:      {execution.level.value}",
-            f"limits hit: {', '.join(execution.limits_hit) or 'none'}",
-            f"seconds:    {execution.seconds:.3f}",
-            sep="\n",
-        )
-        for name in ("stdout", "stderr"):
-            if text := _harmless(getattr(execution, name)):
-                print(f"{name}:\n{text}", end="" if text.endswith("\n") else "\n")
+        for name, value in execution.to_json().items():
+            print(f"{name.replace('_', ' ')}: {_harmless(str(value))}")
     return ExitCode.DONE if execution.ok else ExitCode.FAILED
 
 

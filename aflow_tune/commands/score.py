@@ -29,27 +29,15 @@ rules side by side.
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "score",
-        _score,
-        help="score answers by a benchmark's published and strict rule",
-        description="Score answers to a benchmark's rows, wherever they came from. Programs run "
-        "in the sandbox.",
-        epilog=_EPILOG,
+    text = "score answers by a benchmark's published and strict rule"
+    about = (
+        "Score answers to a benchmark's rows, wherever they came from. Programs run in the sandbox."
     )
-    option(
-        parser,
-        "--benchmark NAME",
-        "gsm8k, math, humaneval, mbpp, hotpotqa, drop, or reasoning_gym:TASK",
-        required=True,
-    )
-    option(
-        parser,
-        "--data ROWS.jsonl",
-        "the rows, one object a line; left out: the benchmark's test rows from the hub",
-        type=Path,
-    )
+    parser = add_command(commands, "score", _score, text, about, _EPILOG)
+    text = "gsm8k, math, humaneval, mbpp, hotpotqa, drop, or reasoning_gym:TASK"
+    option(parser, "--benchmark NAME", text, required=True)
+    text = "the rows, one object a line; left out: the benchmark's test rows from the hub"
+    option(parser, "--data ROWS.jsonl", text, type=Path)
     option(parser, "--split SPLIT", "another split of the hub's data set")
     either = parser.add_mutually_exclusive_group(required=True)
     option(either, "--answers ANSWERS.jsonl", "one answer a row", type=Path)
@@ -84,25 +72,16 @@ def _score(options: argparse.Namespace) -> int:
 
 
 def _print_table(name: str, scores: Scores) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console()
-    table = Table("row", "strict", "published", "why not 1", title=f"{name}: answers below 1")
     for number, row in enumerate(scores.rows, 1):
+        strict, published = row["strict"], row["published"]
         if any(score.value != 1 for score in row.values()):
-            strict, published = row["strict"], row["published"]
-            reason = strict.reason or published.reason
-            values = (_shown(strict.value), _shown(published.value))
-            table.add_row(str(number), *values, escape(reason))
-    if table.row_count:
-        console.print(table)
+            values = f"strict {_shown(strict.value)}, published {_shown(published.value)}"
+            print(f"row {number}: {values}: {strict.reason or published.reason}")
     known = [value for value in scores.values("published") if value is not None]
-    means = (scores.mean, sum(known) / len(known) if known else None)
-    console.print(
-        f"{name}: {len(scores.rows)} answers, mean strict {_shown(means[0])}, "
-        f"mean published {_shown(means[1])}, unscored {scores.unscored}"
+    published_mean = sum(known) / len(known) if known else None
+    print(
+        f"{name}: {len(scores.rows)} answers, mean strict {_shown(scores.mean)}, "
+        f"mean published {_shown(published_mean)}, unscored {scores.unscored}"
     )
 
 

@@ -13,6 +13,7 @@ from aflow_tune.commands.options import (
     config_arguments,
     count,
     option,
+    picked,
     print_json,
     seeds,
 )
@@ -48,83 +49,47 @@ exit codes:
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "sweep",
-        _sweep,
-        help="try a configuration with other settings, and compare by held-out score",
-        description="Train one configuration again and again with other settings, drawn by "
-        "Optuna, and compare the trials by their held-out score.",
-        epilog=_EPILOG,
+    text = "try a configuration with other settings, and compare by held-out score"
+    about = (
+        "Train one configuration again and again with other settings, drawn by Optuna, and compare "
+        "the trials by their held-out score."
     )
+    parser = add_command(commands, "sweep", _sweep, text, about, _EPILOG)
     config_arguments(parser, settings="settings that every trial has")
-    option(
-        parser,
-        "--space KEY=WHAT|FILE",
-        "a key and what to try for it, or a YAML file of such lines; may be repeated",
-        **REPEATED,
-        required=True,
-    )
+    text = "a key and what to try for it, or a YAML file of such lines; may be repeated"
+    option(parser, "--space KEY=WHAT|FILE", text, **REPEATED, required=True)
     group = parser.add_argument_group("what is drawn, and how it is compared")
     option(group, "--trials N", "trials in all (20; a grid: all)", type=count)
-    option(
-        group,
-        "--sampler",
+    text = (
         "tpe learns from the trials before (default), random does not, grid tries every "
-        "combination once",
-        choices=["tpe", "random", "grid"],
-        default="tpe",
+        "combination once"
     )
+    option(group, "--sampler", text, choices=["tpe", "random", "grid"], default="tpe")
     option(group, "--seed N", "of what is drawn (0)", type=int, default=0)
-    option(
-        group,
-        "--seeds 0,1,2",
-        "run each trial once with each of these seeds and take the mean",
-        type=seeds,
+    text = "run each trial once with each of these seeds and take the mean"
+    option(group, "--seeds 0,1,2", text, type=seeds, default=())
+    text = "the best evaluation of a run (default), or its last"
+    option(group, "--objective", text, choices=["best", "last"], default="best")
+    text = (
+        "stop a trial whose held-out score falls behind: below the median of earlier trials, or "
+        "not in the better half when the steps have doubled (default: none)"
     )
-    option(
-        group,
-        "--objective",
-        "the best evaluation of a run (default), or its last",
-        choices=["best", "last"],
-        default="best",
-    )
-    option(
-        group,
-        "--prune",
-        "stop a trial whose held-out score falls behind: below the median of earlier trials, "
-        "or not in the better half when the steps have doubled (default: none)",
-        choices=["none", "median", "halving"],
-        default="none",
-    )
+    option(group, "--prune", text, choices=["none", "median", "halving"], default="none")
     group = parser.add_argument_group("how much at once, and where")
     option(group, "--parallel K", "runs at once (1)", type=count, default=1)
     option(group, "--timeout SECONDS", "stop this command after that long", type=amount)
-    option(
-        group,
-        "--ray ADDRESS",
+    text = (
         "start runs through this Ray: HOST:PORT, auto for one that runs here, none for "
-        "processes of this machine (default: what cluster.ray_address or RAY_ADDRESS names)",
+        "processes of this machine (default: what cluster.ray_address or RAY_ADDRESS names)"
     )
+    option(group, "--ray ADDRESS", text)
     option(parser, "--json", "print the content of sweep.json at the end")
 
 
 def _sweep(options: argparse.Namespace) -> int:
     from aflow_tune.tuning import sweep_config
 
-    request = Request(
-        config=options.config,
-        space=tuple(options.space),
-        overrides=tuple(options.overrides),
-        trials=options.trials,
-        sampler=options.sampler,
-        seed=options.seed,
-        seeds=options.seeds or (),
-        prune=options.prune,
-        objective=options.objective,
-        parallel=options.parallel,
-        timeout=options.timeout,
-    )
+    request = picked(options, Request)
 
     def say(text: str) -> None:
         print(text, file=sys.stderr if options.json else sys.stdout, flush=True)

@@ -1,27 +1,25 @@
 """`aflow-tune run --dry-run`: one step of a configuration, played by a script on a tiny model.
 
-Everything between the rows and the optimiser step is what a run has: reader, adapter, workflow,
-judge, recorded calls over HTTP, Ray's actors (or one process with `--inline`), experience pipeline,
-advantages, buffer, loss, weights handed on. What stands in is the policy: a tiny random model with
-its tokenizer, whose answers are scripted (`script.py`); and models behind an API, which servers on
-this machine answer for unless calls were allowed. `engine: trinity` is played on the local engines.
+Everything between the rows and the optimiser step is what a run has. What stands in is the policy,
+a tiny random model with its tokenizer, whose answers are scripted (`script.py`), and models behind
+an API, unless calls were allowed. `engine: trinity` is played on the local engines.
 
 Everything is written into a temporary folder; the run's own folder is neither read nor made. No
-running Ray is joined, whatever names it: the actors are those of a Ray of the dry run's own.
+running Ray is joined: the actors are those of a Ray of the dry run's own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import math
+import itertools
 import re
 import statistics
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -70,8 +68,7 @@ MOST_RUNS = 256
 LONGEST_RUN = 60.0
 """Seconds that a run of the workflow may take where every model answers at once."""
 WIDER = 8
-"""By how much lengths grow where another tokenizer than the model's counts them. A token of a
-trained tokenizer is rarely longer than so many bytes, each of which another one may count."""
+"""By how much lengths grow where another tokenizer than the model's counts them."""
 _MOST_TEXT = 8000
 _SHORT = 1000
 _ELSEWHERE: dict[str, Any] = {
@@ -93,14 +90,9 @@ _ELSEWHERE: dict[str, Any] = {
     "synchronizer.sync_style": SyncStyle.FIXED,
 }
 """What only Trinity's own engines have, and what takes its place."""
-
-
-BINS = 10
 _COUNT = "experience_pipeline/experience_count"
 _LONE = "experience_pipeline/group/lone_runs"
 _PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-_BAR = 40
-_GROUPS = ("mixed", "all best", "all worst", "failed", "lone")
 _STEP = {
     "loss": LOSS,
     "gradient_norm": GRADIENT_NORM,
@@ -192,7 +184,8 @@ def dry_run(
         if failure is None and not result.trained:
             result.failure = "the gradient of the step was not finite: the step changed nothing"
         result.real, result.stood_in = scene.real(result.trained), scene.stood_in()
-        result.warnings = [*scene.warnings, *_doubts(result, options)]
+        doubts = _doubts(as_json(result), result.trained, options)
+        result.warnings = [*scene.warnings, *doubts]
         result.seconds = time.monotonic() - started
         return result
 
@@ -209,29 +202,27 @@ def _chosen(whole: AflowConfig, stage: str | None) -> tuple[str, AflowConfig]:
     for name, part in parts:
         if part.mode in ("both", "colocate") and stage in (None, name):
             return name, part
-    modes = "; ".join(f"{f'stage {name}, ' if name else ''}mode: {p.mode}" for name, p in parts)
+    modes = "; ".join(f"{name} mode: {part.mode}".strip() for name, part in parts)
     where = "--stage" if stage else whole.positions.where("mode")
     expected = "a run or a stage of mode: both, or none named"
     title = "A dry run plays a run that trains on rollouts of a workflow."
     raise BadInput.of(title, where, expected, f"{stage or ''} {modes}", "name such a stage")
 
 
-def _doubts(result: DryRunResult, options: DryRunOptions) -> Iterator[str]:
+def _doubts(facts: Mapping[str, Any], trained: bool, options: DryRunOptions) -> Iterator[str]:
     """What the numbers are a reason to look at."""
-    kinds = by_kind(result)
-    if options.answers is not None and result.runs and not {GOOD, BAD} & kinds.keys():
+    kinds = facts["answers"]["by_kind"]
+    if options.answers is not None and kinds and not {GOOD, BAD} & kinds.keys():
         yield f"no row that was played has a line in {options.answers}"
     means = {kind: found["reward"] for kind, found in kinds.items() if found["reward"] is not None}
     good = [means[kind] for kind in (GOOD, TRUTH) if kind in means]
     bad = [means[kind] for kind in (BAD, WORDS) if kind in means]
-    if good and bad and math.isclose(max(good), max(bad), abs_tol=1e-9):
+    if good and bad and max(good) <= max(bad) + 1e-9:
         yield (
             "the reward does not tell good answers from bad ones here. Where the workflow wants "
             "them in another form than they were given, --answers gives them in that form"
         )
-    elif good and bad and max(good) < max(bad):
-        yield "good answers earned less than bad ones"
-    if result.trained and groups(result).get("mixed") == 0:
+    if trained and facts["groups"].get("mixed") == 0:
         yield "no group has two different rewards: such a step teaches nothing"
 
 
@@ -340,14 +331,11 @@ class _Scene:
             named.model_path, named.trust_remote_code = str(self.model), False
         explorer.rollout_model.model_path = None  # it gets that of `model`
         if not self.tokens.own:
-            owners: list[tuple[Any, str]] = [
-                (lengths, name)
-                for lengths in (model, explorer.rollout_model, *explorer.auxiliary_models)
-                for name in ("max_model_len", "max_prompt_tokens", "max_response_tokens")
-            ]
-            owners += [(item[1].rollout_args, "max_tokens") for item in user_tasksets(config)]
-            for owner, name in owners:
-                if (value := getattr(owner, name)) is not None:
+            owners: list[Any] = [model, explorer.rollout_model, *explorer.auxiliary_models]
+            owners += [item[1].rollout_args for item in user_tasksets(config)]
+            names = ("max_model_len", "max_prompt_tokens", "max_response_tokens", "max_tokens")
+            for owner, name in itertools.product(owners, names):
+                if (value := getattr(owner, name, None)) is not None:
                     setattr(owner, name, value * WIDER)
         for adapter in model.lora_configs or []:
             if adapter.target_modules != "all-linear":
@@ -367,27 +355,28 @@ class _Scene:
     # -- what it was -----------------------------------------------------------------------
 
     def plan(self, stage: str) -> dict[str, Any]:
-        """What the prepared configuration asks for (`DryRunResult.plan`)."""
+        """What the prepared configuration asks for, by the names that `--json` prints.
+
+        `tasks` of a step, `played` of them. `counts_calls`: the trainer awaits `train_batch_size`
+        calls (Trinity's default sample strategy); else it trains on whole steps. The explorer
+        explores `explorer_rounds` steps before it waits for trainer step `trainer_steps`.
+        """
         planned = self.planned
         algorithm, sync, model = planned.algorithm, planned.synchronizer, planned.model
-        rounds, trainer_steps = None, 1
-        if sync.sync_style.value == "fixed":
-            rounds = (sync.explorer_sync_interval or sync.sync_interval) + sync.sync_offset
-            trainer_steps = sync.trainer_sync_interval or sync.sync_interval
+        fixed = sync.sync_style.value == "fixed"
+        rounds = (sync.explorer_sync_interval or sync.sync_interval) + sync.sync_offset
         return {
             "model": self.policy,
             "engine": planned.engine,
             "algorithm": algorithm.algorithm_type,
-            "advantage": str(algorithm.advantage_fn),
-            "loss": str(algorithm.policy_loss_fn),
             "tasks": planned.buffer.batch_size,
             "played": self.tasks,
             "repeats": algorithm.repeat_times,
             "steps": total_steps(planned),
             "train_batch_size": planned.buffer.train_batch_size,
             "counts_calls": (algorithm.sample_strategy or "default") in COUNTING_STRATEGIES,
-            "explorer_rounds": rounds,
-            "trainer_steps": trainer_steps,
+            "explorer_rounds": rounds if fixed else None,
+            "trainer_steps": sync.trainer_sync_interval or sync.sync_interval if fixed else 1,
             "max_prompt": model.max_prompt_tokens,
             "max_response": model.max_response_tokens,
             "max_length": model.max_model_len,
@@ -399,15 +388,11 @@ class _Scene:
         played, called = self.run.config, self.apis if self.options.call_apis else {}
         where = "in one process, without Ray" if played.inline else "as actors of a Ray of its own"
         pipeline = [item.name for item in played.data_processor.experience_pipeline.operators]
-        operators = ", ".join(name.rpartition(".")[2] for name in pipeline)
-        given = self.tokens.own or played.explorer.rollout_model.chat_template
-        template = "the chat template" if given else "another tokenizer's chat template"
         return [
             "rows, workflow function, judge and rewards, and whatever these call on their own",
-            f"adapter, runners, experience pipeline, buffer and trainer, {where}",
-            f"recorded calls over HTTP with {template} and tool calls",
-            f"operators {operators}; advantage {played.algorithm.advantage_fn}; loss "
-            f"{played.algorithm.policy_loss_fn}",
+            f"adapter, recorded calls, experience pipeline, buffer and trainer, {where}",
+            f"operators {', '.join(name.rpartition('.')[2] for name in pipeline)}; advantage "
+            f"{played.algorithm.advantage_fn}; loss {played.algorithm.policy_loss_fn}",
             *["one optimiser step, and its weights handed to the sampler"] * trained,
             *(f"{_named(role, model)}: called" for role, model in called.items()),
         ]
@@ -418,8 +403,7 @@ class _Scene:
         apis = {} if self.options.call_apis else self.apis
         return [
             f"{self.policy}: a random Llama of {self.parameters:,} parameters with "
-            f"{self.tokens.source}{own}",
-            "what it says: the script (above)",
+            f"{self.tokens.source}{own}; what it says is scripted",
             *(f"{m.name or 'one'} (auxiliary model): plain words" for m in auxiliary),
             *(f"{_named(r, m)}: plain words; --call-apis would call it" for r, m in apis.items()),
             *["vLLM and verl: the local sampler and trainer, on this machine's CPU"] * self.trinity,
@@ -488,14 +472,8 @@ def api_stand_ins(
 
 @dataclass
 class DryRunResult:
-    """A dry run, finished or not. `failure` is None if a step was trained.
-
-    plan: what the configuration asks for, by the names that `--json` prints. `tasks` are those of a
-    step, `played` how many of them were played. `counts_calls`: the trainer waits for
-    `train_batch_size` calls (Trinity's default sample strategy); else it trains on whole steps.
-    `explorer_rounds` steps are explored before the explorer waits for the weights of trainer step
-    `trainer_steps`; None where it does not wait.
-    """
+    """A dry run, finished or not. `failure` is None if a step was trained. `plan`: `_Scene.plan`;
+    `metrics` are those that explorer and trainer logged of the step."""
 
     plan: dict[str, Any]
     runs: list[PlayedRun]
@@ -511,18 +489,13 @@ class DryRunResult:
         return self.failure is None and any(name in self.metrics for name in GRADIENT_NORM)
 
     @property
-    def good(self) -> bool:
-        """Whether a batch fills and a step was made of it: exit code 0."""
-        return self.trained and bool(self.fill["fills"])
-
-    @property
     def fill(self) -> dict[str, Any]:
-        """How the calls of a step fill the trainer's batch."""
         return fill_of(self.plan, self.metrics.get(_COUNT, 0.0))
 
     @property
-    def first_failure(self) -> PlayedRun | None:
-        return next((run for run in self.runs if run.failure is not None), None)
+    def good(self) -> bool:
+        """Whether a batch fills and a step was made of it: exit code 0."""
+        return self.trained and bool(self.fill["fills"])
 
 
 def fill_of(plan: Mapping[str, Any], played: float) -> dict[str, Any]:
@@ -532,120 +505,91 @@ def fill_of(plan: Mapping[str, Any], played: float) -> dict[str, Any]:
         `experiences` of a whole step against `wanted` of a train step (None: all are taken),
         whether the batch `fills`, and that in `words`.
     """
-
-    def found(experiences: float, wanted: int | None, fills: bool, words: str) -> dict[str, Any]:
-        return {"experiences": experiences, "wanted": wanted, "fills": fills, "words": words}
-
     whole, wanted = played * plan["tasks"] / plan["played"], plan["train_batch_size"]
+    rounds, steps, fills = plan["explorer_rounds"], plan["trainer_steps"], True
     if not played:
-        return found(0.0, None, False, "nothing was left to train on")
-    if not plan["counts_calls"]:
+        wanted, fills, words = None, False, "nothing was left to train on"
+    elif not plan["counts_calls"]:
+        wanted = None
         words = f"each step trains on all {whole:g} experiences of its {plan['tasks']} tasks"
-        return found(whole, None, True, words)
-    share = f"a step leaves {whole:g} experiences, train_batch_size is {wanted}"
-    rounds, steps = plan["explorer_rounds"], plan["trainer_steps"]
-    if rounds is not None and rounds * whole < steps * wanted:
-        words = (
-            f"{share}: it never fills, and both sides wait (the explorer stops for new weights "
-            f"after {rounds * whole:g} experiences, the trainer needs {steps * wanted}); set "
-            f"buffer.train_batch_size to at most {int(rounds * whole // steps)}"
-        )
-        return found(whole, wanted, False, words)
-    words = f"{whole / wanted:.3g} train steps a step of the explorer"
-    if whole < wanted:
-        words = f"it takes {wanted / whole:.3g} steps to fill"
-    return found(whole, wanted, True, f"{share}: {words}")
-
-
-def distribution(rewards: Sequence[float]) -> dict[str, Any] | None:
-    """Of the rewards of the runs that succeeded; None without rewards.
-
-    Returns:
-        `count`, `mean`, `quartiles` (least, first, median, third, greatest; inclusive method) and
-        `histogram`: (from, to, runs) of each bin, of which the last includes its end. Up to ten
-        different values have a bin each, of width 0.
-    """
-    if not rewards:
-        return None
-    least, greatest, counts = min(rewards), max(rewards), Counter(rewards)
-    inner = [least] * 3
-    if len(rewards) > 1:
-        inner = statistics.quantiles(rewards, n=4, method="inclusive")
-    histogram = [(value, value, counts[value]) for value in sorted(counts)]
-    if len(counts) > BINS:
-        width = (greatest - least) / BINS
-        bins = Counter(min(BINS - 1, int((reward - least) / width)) for reward in rewards)
-        histogram = [(least + n * width, least + (n + 1) * width, bins[n]) for n in range(BINS)]
-    return {
-        "count": len(rewards),
-        "mean": statistics.fmean(rewards),
-        "quartiles": (least, *inner, greatest),
-        "histogram": histogram,
-    }
-
-
-def groups(result: DryRunResult) -> dict[str, int]:
-    """Groups of runs by their rewards: `mixed`, `all best`, `all worst`, `failed` (no run of it
-    succeeded) and `lone` (one did, and was taken out). The first three are the run filter's own."""
-    tasks = {run.task for run in result.runs}
-    alive = len({run.task for run in result.runs if run.failure is None})
-    lone = round(result.metrics.get(_LONE, 0.0))
-    found = {"failed": len(tasks) - alive, "lone": lone}
-    for name, key in GROUP_HEALTH.items():
-        if key in result.metrics:
-            found[name] = round(result.metrics[key] * (alive - lone))
-    return found
-
-
-def by_kind(result: DryRunResult) -> dict[str, dict[str, Any]]:
-    """Runs, failed ones and mean reward of each kind of answers, in the order of first use."""
-    found: dict[str, dict[str, Any]] = {}
-    for kind in dict.fromkeys(run.kind for run in result.runs):
-        runs = [run for run in result.runs if run.kind == kind]
-        rewards = [run.reward for run in runs if run.reward is not None]
-        found[kind] = {
-            "runs": len(runs),
-            "failed": sum(run.failure is not None for run in runs),
-            "reward": statistics.fmean(rewards) if rewards else None,
-        }
-    return found
+    else:
+        words = f"a step leaves {whole:g} experiences, train_batch_size is {wanted}: "
+        if rounds is not None and rounds * whole < steps * wanted:
+            fills = False
+            words += (
+                f"it never fills, and both sides wait (the explorer stops for new weights after "
+                f"{rounds * whole:g} experiences, the trainer needs {steps * wanted}); set "
+                f"buffer.train_batch_size to at most {int(rounds * whole // steps)}"
+            )
+        elif whole < wanted:
+            words += f"it takes {wanted / whole:.3g} steps to fill"
+        else:
+            words += f"{whole / wanted:.3g} train steps a step of the explorer"
+    return {"experiences": whole, "wanted": wanted, "fills": fills, "words": words}
 
 
 def as_json(result: DryRunResult) -> dict[str, Any]:
     """Everything as plain data. Tokens are of the trained calls of a whole step, the longest ones
-    of those that were played."""
-    plan, metrics, first = result.plan, result.metrics, result.first_failure
-    calls = [call for run in result.runs if run.failure is None for call in run.calls]
+    of those that were played.
+
+    groups: `mixed`, `all best`, `all worst` are the run filter's own counts; in a `failed` one no
+    run succeeded; in a `lone` one one did, and was taken out.
+    """
+    plan, metrics, runs = result.plan, result.metrics, result.runs
+    calls = [call for run in runs if run.failure is None for call in run.calls]
     scale, tokens = plan["tasks"] / plan["played"], {}
     if calls:
-        tokens = {
+        sums = {key: sum(call[key] for call in calls) * scale for key in calls[0]}
+        tokens = sums | {
             "calls": len(calls) * scale,
-            "prompt": sum(call["prompt"] for call in calls) * scale,
-            "response": sum(call["response"] for call in calls) * scale,
             "longest_prompt": max(call["prompt"] for call in calls),
             "longest_response": max(call["response"] for call in calls),
             "longest": max(call["prompt"] + call["response"] for call in calls),
-            "truncated": sum(call["truncated"] for call in calls) * scale,
         }
+    kinds: dict[str, dict[str, Any]] = {}
+    for kind in dict.fromkeys(run.kind for run in runs):
+        rewards = [run.reward for run in runs if run.kind == kind]
+        known = [reward for reward in rewards if reward is not None]
+        mean = statistics.fmean(known) if known else None
+        kinds[kind] = {
+            "runs": len(rewards),
+            "failed": sum(run.failure is not None for run in runs if run.kind == kind),
+            "reward": mean,
+        }
+    values = [run.reward for run in runs if run.reward is not None]
+    spread: dict[str, float] | None = None
+    if values:
+        middle = {"mean": statistics.fmean(values), "median": statistics.median(values)}
+        spread = {"count": len(values), "least": min(values), **middle, "greatest": max(values)}
+    alive = len({run.task for run in runs if run.failure is None})
+    lone = round(metrics.get(_LONE, 0.0))
+    groups = {"failed": len({run.task for run in runs}) - alive, "lone": lone}
+    for name, key in GROUP_HEALTH.items():
+        if key in metrics:
+            groups[name] = round(metrics[key] * (alive - lone))
     step = {name: [metrics[key] for key in keys if key in metrics] for name, keys in _STEP.items()}
-    if first is not None:
-        frames = _PLACE.findall(first.detail)  # the innermost one says where
-        place = "{}:{} ({})".format(*frames[-1]) if frames else None
+    first = next((run for run in runs if run.failure is not None), None)
+    frames = _PLACE.findall(first.detail) if first else []  # the innermost one says where
+    place = "{}:{} ({})".format(*frames[-1]) if frames else None
+    failure = result.failure
+    if failure is None:
+        filled = f"the batch does not fill: {result.fill['words']}"
+        failure = filled if result.trained else "no optimiser step was made"
     return {
         "ok": result.good,
-        "failure": None if result.good else result.failure or verdict(result),
+        "failure": None if result.good else failure,
         "seconds": result.seconds,
         "plan": plan,
         "answers": {
-            "sources": dict(Counter(run.source for run in result.runs)),
-            "by_kind": by_kind(result),
+            "sources": dict(Counter(run.source for run in runs)),
+            "by_kind": kinds,
         },
-        "rewards": distribution([run.reward for run in result.runs if run.reward is not None]),
-        "groups": groups(result),
+        "rewards": spread,
+        "groups": groups,
         "batch": result.fill,
         "tokens": tokens,
         "step": {name: values[0] for name, values in step.items() if values},
-        "failed_runs": dict(Counter(run.failure for run in result.runs if run.failure)),
+        "failed_runs": dict(Counter(run.failure for run in runs if run.failure)),
         "first_failure": first and asdict(first) | {"place": place},
         "real": result.real,
         "stood_in": result.stood_in,
@@ -656,84 +600,49 @@ def as_json(result: DryRunResult) -> dict[str, Any]:
 def render(result: DryRunResult) -> str:
     """Everything that is known, the verdict last."""
     facts = as_json(result)
-    plan, held, first, spread = (facts[k] for k in ("plan", "tokens", "first_failure", "rewards"))
-    tasks, repeats, groups_found = plan["tasks"], plan["repeats"], facts["groups"]
-    said = "; ".join(f"{n} runs: {source}" for source, n in facts["answers"]["sources"].items())
-    stage = f", stage {plan['stage']}" if plan["stage"] else ""
-    lines = [
-        f"Dry run of one step ({plan['algorithm']}, engine {plan['engine']}{stage}): "
-        f"{plan['played']} of {tasks} tasks x {repeats} runs; sums are scaled to the step.",
-        f"The answers are scripted: nothing here is what {plan['model']} would do.",
-        f"answers: {said or 'none was asked for'}",
-        "",
-    ]
-    if spread:
-        least, low, median, high, greatest = spread["quartiles"]
-        lines.append(
-            f"rewards of {spread['count']} scripted runs: mean {spread['mean']:.4g}, "
-            f"least {least:.4g}, quartiles {low:.4g} / {median:.4g} / {high:.4g}, "
-            f"greatest {greatest:.4g}"
+    plan, held, first, rewards = (facts[k] for k in ("plan", "tokens", "first_failure", "rewards"))
+
+    def listed(values: Mapping[str, Any]) -> str:
+        numbers = {name.replace("_", " "): value for name, value in values.items()}
+        return ", ".join(
+            f"{name} {'none' if value is None else format(value, '.6g')}"
+            for name, value in numbers.items()
         )
-        most = max(count for _, _, count in spread["histogram"])
-        for start, end, count in spread["histogram"]:
-            label = f"{start:.4g}" if start == end else f"{start:.4g} to {end:.4g}"
-            lines.append(f"  {label:>20} {count:6d} {'#' * round(_BAR * count / most)}".rstrip())
-        for kind, of in facts["answers"]["by_kind"].items():
-            mean = "none" if of["reward"] is None else f"{of['reward']:.4g}"
-            lines.append(f"  {kind}: {of['runs']} runs, mean reward {mean}, {of['failed']} failed")
-        lines.append("")
-    listed = ", ".join(f"{groups_found[name]} {name}" for name in _GROUPS if name in groups_found)
-    lines += [
-        f"groups of {repeats} runs: {listed}",
-        f"batch: {result.fill['words']}",
-        f"steps of the run: {plan['steps'] or 'not known: the rows are not on this machine'}",
+
+    limits = {name: plan[name] for name in ("max_prompt", "max_response", "max_length")}
+    sources, kinds = facts["answers"].values()
+    lines = [
+        f"Dry run of one step of {plan['model']} ({plan['algorithm']}, engine {plan['engine']}): "
+        f"{plan['played']} of {plan['tasks']} tasks x {plan['repeats']} runs; sums are scaled to "
+        "the step. The answers are scripted: nothing here is what the model would do.",
         "",
+        f"answers: {listed(sources)}",
+        *(f"  {kind}: {listed(of)}" for kind, of in kinds.items()),
+        f"rewards: {listed(rewards or {})}",
+        f"groups of {plan['repeats']} runs: {listed(facts['groups'])}",
+        f"batch: {facts['batch']['words']}",
+        f"steps of the run: {plan['steps'] or 'not known: the rows are not on this machine'}",
+        f"a step holds: {listed(held)}",
+        f"  limits: {listed(limits)}",
+        f"the optimiser step on the tiny model: {listed(facts['step'])}",
     ]
-    if held:
-        limits = [
-            f"longest {name} {held[key]:.0f}" + (f" of {plan[limit]}" if plan[limit] else "")
-            for name, key, limit in (
-                ("prompt", "longest_prompt", "max_prompt"),
-                ("response", "longest_response", "max_response"),
-                ("together", "longest", "max_length"),
-            )
-        ]
-        lines += [
-            f"a step holds {tasks} tasks, {tasks * repeats} runs, {held['calls']:.0f} calls, "
-            f"{held['prompt']:.0f} prompt and {held['response']:.0f} response tokens "
-            "(responses are as long as the script's)",
-            f"  {', '.join(limits)}; {held['truncated']:.0f} responses cut off",
-        ]
-        if not plan["own_tokens"]:
-            note = "counted by another tokenizer than the model's; the limits were widened for it"
-            lines.append(f"  {note}")
-    if "gradient_norm" in facts["step"]:
-        values = (f"{name.replace('_', ' ')} {value:.4g}" for name, value in facts["step"].items())
-        lines.append(f"the optimiser step on the tiny model: {', '.join(values)}")
+    if not plan["own_tokens"]:
+        lines.append("tokens are counted by another tokenizer, and limits were widened for it")
     if first:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(facts["failed_runs"].items()))
         lines += [
             "",
-            f"failed runs: {kinds}. The first (row {first['item']}, run {first['run']}, "
-            f"answers {first['kind']}){' at ' if first['place'] else ''}{first['place'] or ''}:",
+            f"failed runs: {listed(facts['failed_runs'])}. The first (row {first['item']}, run "
+            f"{first['run']}, answers {first['kind']}) at {first['place']}:",
             *(f"  {line}" for line in first["detail"].splitlines()),
         ]
-    for title, key in (("real", "real"), ("stood in for", "stood_in"), ("warnings", "warnings")):
+    for key in ("real", "stood_in", "warnings"):
         if facts[key]:
-            lines += ["", f"{title}:", *(f"  - {item}" for item in facts[key])]
-    return "\n".join([*lines, "", verdict(result)])
-
-
-def verdict(result: DryRunResult) -> str:
-    seconds = f"({result.seconds:.0f} s)"
-    if result.good:
-        return f"dry run: a batch was filled and one optimiser step was made {seconds}"
-    if result.failure is not None:
-        first, reason = result.first_failure, result.failure
-        if first is not None and first.detail and first.detail in reason:
-            reason = reason.partition(first.detail)[0] + "  (above)"  # it is not shown twice
-    elif not result.trained:
-        reason = "no optimiser step was made"
-    else:
-        reason = f"the batch does not fill: {result.fill['words']}"
-    return f"dry run: FAILED {seconds}: {reason}"
+            lines += ["", f"{key.replace('_', ' ')}:", *(f"  - {item}" for item in facts[key])]
+    verdict = "a batch was filled and one optimiser step was made"
+    if not result.good:
+        shown = first["detail"] if first else ""
+        reason = facts["failure"]
+        if shown and shown in reason:
+            reason = reason.partition(shown)[0] + "  (above)"  # it is not shown twice
+        verdict = f"FAILED: {reason}"
+    return "\n".join([*lines, "", f"dry run ({result.seconds:.0f} s): {verdict}"])

@@ -1,23 +1,8 @@
 """What the scripted policy says, where each text comes from, and the adapter that has it said.
 
-In each group even runs are meant to be good, odd ones bad: where all rewards of a group are alike,
-the reward does not tell them apart.
-
-| kind | what is said |
-|---|---|
-| good, bad | the texts of the answers file |
-| truth | what the row itself gives as its answer, as it stands, in every call of free form |
-| words | plain words that answer nothing |
-
-A good run says `good`, else the row's truth, else words; a bad one `bad`, else words. The answers
-file (`--answers`) is a JSON line an item:
-
-    {"item": 0, "good": "<answer>13</answer>", "bad": "<answer>7</answer>"}
-    {"item": "What is 5?", "good": ["a draft", "the final answer"], "bad": "No idea."}
-    {"item": "*", "good": {"first_sum": "<answer>{partial}</answer>", "second_sum": "{answer}"}}
-
-`item` is the number of a row from 0, or a text that one of its fields has, or "*" for every row
-without a line of its own. A line without `item` stands for the row of its number among such lines.
+In each group even runs are meant to be good, odd ones bad. A good run says the `good` of the
+answers file, else what the row itself gives as its answer (`truth`, in calls of free form), else
+plain `words`; a bad one the file's `bad`, else words. docs/dry_run.md has the file's format.
 """
 
 from __future__ import annotations
@@ -176,18 +161,16 @@ def read_answers(path: Path, *, numbered: bool = True) -> dict[int | str, dict[s
             entry = _Line.model_validate_json(line)
         except ValidationError as error:
             wrong = {str(e["loc"][0]) if e["loc"] else "": e["msg"] for e in error.errors()}
-            faults += [
-                Fault(f"{place}: {key}" if key else place, "a line of answers", said, _FORM)
-                for key, said in wrong.items()
-            ]
+            for key, said in wrong.items():
+                where = f"{place}: {key}" if key else place
+                faults.append(Fault(where, "a line of answers", said, _FORM))
             continue
         item = next(unnamed) if entry.item is None else entry.item
         if entry.good is None and entry.bad is None:
             faults.append(Fault(place, "`good` or `bad`", "neither", _FORM))
         elif not numbered and not isinstance(item, str):
             expected = "a text of one of the row's fields: there are several training task sets"
-            cure = '{"item": "the question or an id", ...}'
-            faults.append(Fault(f"{place}: item", expected, "a number, or no item", cure))
+            faults.append(Fault(f"{place}: item", expected, "a number, or no item", _FORM))
         elif item in found:
             faults.append(Fault(place, "one line for an item", f"{item!r} again", "keep one"))
         else:
@@ -204,13 +187,10 @@ def read_answers(path: Path, *, numbered: bool = True) -> dict[int | str, dict[s
 
 @dataclass(frozen=True)
 class PlayedRun:
-    """One run of the workflow.
-
-    `task` counts the tasks of the step, `item` is the row in its task set, `run` counts the
-    group's runs, `kind` and `source` are what was said and where it is from (`script.py`).
-    `reward` is None where the run failed; `failure` then says how and `detail` why. `calls` are
-    those that are trained: tokens of `prompt` and `response`, and whether it was `truncated`.
-    """
+    """One run of the workflow: of `task` of the step with row `item`, number `run` of its group.
+    `kind` and `source`: what was said, and where it is from. `reward` is None where the run failed;
+    `failure` then says how and `detail` why. `calls` that are trained: tokens of `prompt` and
+    `response`, and whether it was `truncated`."""
 
     task: int
     item: int
@@ -238,10 +218,8 @@ def read_runs(folder: Path) -> list[PlayedRun]:
 
 
 class ScriptedAdapter(WorkflowAdapter):
-    """The real adapter, which tells the `ScriptedSampler` what to say: each call of the tuned model
-    carries its answer in a field of the request that `engines/local/scripted.py` reads, which is
-    not part of what is recorded or trained. How the run ended is appended to a file.
-    """
+    """The real adapter, which tells the `ScriptedSampler` what to say, in a field of each request
+    that is neither recorded nor trained. How the run ended is appended to a file."""
 
     def __init__(self, **named: Any) -> None:
         super().__init__(**named)

@@ -1,11 +1,9 @@
 """The local engines: sampler and trainer of `engines/local`, in one process or behind Ray.
 
-What each part holds is read off our own code; the docstrings name the places. The phases of a step
-are added up: the allocator keeps what one thread freed for that thread, so that sampler and trainer
-each hold on to their largest moment (glibc: M_MMAP_THRESHOLD, mallopt(3)). Freed memory goes back
-after each train step (malloc_trim), so the export at the end counts only beyond what a step takes.
-
-The allowances are as `benchmarks/estimate_memory.py` measured them (docs/estimate.md: the margin).
+The phases of a step are added up: the allocator keeps what one thread freed for that thread (glibc:
+mallopt(3)), so sampler and trainer each hold on to their largest moment. Freed memory goes back
+after each train step (malloc_trim), so the export counts only beyond what a step takes. The
+allowances are as `benchmarks/estimate_memory.py` measured them.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +21,7 @@ from aflow_tune.engines.local.models import pick_device, pick_dtype
 from aflow_tune.engines.local.packed_model import CHUNK_ELEMENTS
 from aflow_tune.estimate.needs import Need, Part
 from aflow_tune.estimate.quantities import Lengths, limits_of
-from aflow_tune.estimate.shapes import Lora, ModelShape, NamedModel, kept_per_token, widest_mlp
+from aflow_tune.estimate.shapes import Lora, ModelShape, NamedModel, kept_per_token
 
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
@@ -42,49 +40,6 @@ WASTE = 1.15
 """Allowance: what the allocator takes on a CPU for each byte of a step's tensors."""
 CUDA_CONTEXT = 600 * _MB
 """Allowance: CUDA's own memory in one process."""
-
-
-class Engine(NamedTuple):
-    """What all tensors of a run are in."""
-
-    itemsize: int
-    on_cpu: bool = True
-
-    @property
-    def waste(self) -> float:
-        """Bytes taken for each byte of a step's tensors."""
-        return WASTE if self.on_cpu else 1.0
-
-
-class Sampler(NamedTuple):
-    """What one sampler decodes.
-
-    rows: sequences at once. prompt, length: tokens of a prompt, and of the longest sequence.
-    total: tokens of all different sequences between two weight updates, which prefixes are kept
-    of. distinct: different prompts that are decoded at once. updated: new weights come in.
-    """
-
-    name: str
-    model: NamedModel
-    rows: int
-    prompt: int
-    length: int
-    total: int
-    distinct: int
-    updated: bool
-
-
-class MicroBatch(NamedTuple):
-    """What the trainer computes at once.
-
-    tokens: of all samples, shared prompts once. keys: rows that attention sees, shared prompts
-    repeated. pairs: of queries and keys. scored: tokens whose log-probability counts.
-    """
-
-    tokens: float
-    keys: float
-    pairs: float
-    scored: float
 
 
 def lora_of(config: AflowConfig) -> Lora | None:
@@ -109,8 +64,7 @@ def local_needs(
     Args:
         models: the policy and the auxiliary models of a prepared configuration.
         device: 'cuda' for a machine with a GPU that is not this one; None: this machine.
-        memory: bytes of this machine's memory; None if not known.
-        gpu: bytes of the GPU; None if not known.
+        memory, gpu: bytes of this machine's memory and of the GPU; None if not known.
     """
     from aflow_tune.engines.trinity.training.algorithm import TrainStep
 
@@ -118,69 +72,69 @@ def local_needs(
     dtype = "float32" if config.deterministic else config.local.dtype
     if device == "cuda" and dtype == "auto":
         dtype = "bf16"
-    engine = Engine(pick_dtype(dtype, place).itemsize, place.type == "cpu")
-    policy, lora, trains = models[0], lora_of(config), config.mode in ("both", "train")
-    samplers = [*_samplers(config, models, lengths)]
-    weights = [(f"{s.name} weights", s.model, s.updated and not lora) for s in samplers]
+    itemsize, on_cpu = pick_dtype(dtype, place).itemsize, place.type == "cpu"
+    policy, lora = models[0], lora_of(config)
+    mapped: set[str] = set()
     held: list[Part] = []
-    for sampler in samplers:
-        held += _sampler(engine, sampler, lora)
-    if trains:
+
+    def weights(name: str, model: NamedModel, written: bool) -> None:
+        # On a CPU a file in the run's own number format is mapped: its pages count once for all
+        # that read it, and what is trained in place becomes a copy of its own.
+        shared = on_cpu and itemsize == model.stored_itemsize and not written
+        if not (shared and model.name in mapped):
+            held.append(Part(f"{name} weights", float(model.shape.parameters * itemsize)))
+        if shared:
+            mapped.add(model.name)
+
+    held_out = config.buffer.explorer_input.eval_tasksets
+    samples = config.mode != "harvest" and (config.mode != "train" or bool(held_out))
+    tasks, evaluated = config.buffer.batch_size, _evaluated(config)
+    runs = max(tasks * config.algorithm.repeat_times, evaluated)
+    rows = min(config.local.max_batch, runs) if samples else 0
+    updated, longest = config.mode in ("both", "train"), limits_of(config)[2]
+    if samples:
+        prompt = math.ceil(lengths.longest_prompt)
+        length = min(longest, prompt + math.ceil(lengths.longest_response))
+        total = runs * lengths.calls.ceiling() * length
+        first = min(rows, max(tasks, evaluated)) * min(prompt, length)
+        weights("sampler", policy, updated and not lora)
+        work = (rows, length, total, first)
+        held += _sampler("sampler", policy, work, itemsize, on_cpu, lora, updated=updated)
+        for number, settings in enumerate(config.explorer.auxiliary_models):
+            model, name = models[number + 1], settings.name or f"auxiliary model {number}"
+            length = settings.max_model_len or longest
+            weights(name, model, False)
+            work = (rows, length, rows * length, rows * length)
+            held += _sampler(name, model, work, itemsize, on_cpu, None, updated=False)
+    if config.mode in ("both", "train"):
         step = TrainStep(config, SimpleNamespace(keep_reference=lambda: None))  # type: ignore[arg-type]
-        full = lora is None
-        weights.append(("trainer weights", policy, full))
-        if step.needs_reference and full:
-            weights.append(("reference policy", policy, False))
-        micro = _largest_micro_batch(config, lengths, per_group=step.loss.per_group)
-        held += trained_states(policy.shape, engine.itemsize, lora)
-        at_once = _step(engine, policy, lora, micro, entropy=step.loss.needs_entropy)
+        weights("trainer", policy, lora is None)
+        if step.needs_reference and lora is None:
+            weights("reference policy", policy, False)
+        held += trained_states(policy.shape, itemsize, lora)
+        at_once = [*_step(config, policy.shape, lengths, step.loss, lora, itemsize, on_cpu)]
         held += at_once
-        if config.trainer.save_hf_checkpoint != "never" and engine.on_cpu:
-            beyond = _export(policy, engine.itemsize, lora) - sum(part.size for part in at_once)
+        if config.trainer.save_hf_checkpoint != "never" and on_cpu:
+            beyond = _export(policy, itemsize, lora) - sum(part.size for part in at_once)
             held.append(Part("export", max(0.0, beyond), "at the end, beyond what a step takes"))
-    held = [part for part in [*_weights(engine, weights), *held] if part.size]
+    held = [part for part in held if part.size]
     # Only training on rollouts is split over Ray's processes.
     inline = config.inline or config.mode != "both"
-    vocabulary = max((model.shape.vocabulary for _, model, _ in weights), default=0)
-    allowances = {
-        "Python, PyTorch, Trinity": PROCESS + VOCABULARY_ENTRY * vocabulary,
-        "runs at once": RUN * max((sampler.rows for sampler in samplers), default=0),
-        "Ray and its workers": 0 if inline else RAY,
-    }
-    process = [Part(name, size, "allowance", True) for name, size in allowances.items() if size]
-    if engine.on_cpu:
+    vocabulary = max(model.shape.vocabulary for model in models)
+    process = [
+        Part(
+            "Python, PyTorch, Trinity", PROCESS + VOCABULARY_ENTRY * vocabulary, "allowance", True
+        ),
+        Part("runs at once", RUN * rows, "allowance", True),
+        *[Part("Ray and its workers", RAY, "allowance", True)] * (not inline),
+    ]
+    if on_cpu:
         return [Need("sampler and trainer", "memory", (*process, *held), limit=memory)], 0
     context = Part("CUDA", CUDA_CONTEXT * (1 if inline else 2), "allowance", allowance=True)
     return [
         Need("sampler and trainer", "GPU", (*held, context), limit=gpu, share=0.9),
         Need("processes", "memory", tuple(process), limit=memory),
     ], 1
-
-
-def _samplers(
-    config: AflowConfig, models: Sequence[NamedModel], lengths: Lengths
-) -> Iterator[Sampler]:
-    """What the policy's sampler and those of auxiliary models decode."""
-    held_out = config.buffer.explorer_input.eval_tasksets
-    if config.mode == "harvest" or (config.mode == "train" and not held_out):
-        return
-    # A rollout asks for one sequence at a time; evaluations keep every slot busy.
-    longest, evaluated = limits_of(config)[2], _evaluated(config)
-    runs = max(config.buffer.batch_size * config.algorithm.repeat_times, evaluated)
-    rows = min(config.local.max_batch, runs)
-    prompt = math.ceil(lengths.longest_prompt)
-    length = min(longest, prompt + math.ceil(lengths.longest_response))
-    total = runs * lengths.calls.ceiling() * length
-    distinct = min(rows, max(config.buffer.batch_size, evaluated))
-    updated = config.mode in ("both", "train")
-    yield Sampler("sampler", models[0], rows, min(prompt, length), length, total, distinct, updated)
-    for number, model in enumerate(models[1:]):
-        settings = config.explorer.auxiliary_models[number]
-        length = settings.max_model_len or longest
-        response = settings.max_response_tokens or length
-        prompt = min(settings.max_prompt_tokens or length, max(1, length - response))
-        name = settings.name or f"auxiliary model {number}"
-        yield Sampler(name, model, rows, prompt, length, rows * length, rows, False)
 
 
 def _evaluated(config: AflowConfig) -> int:
@@ -193,123 +147,60 @@ def _evaluated(config: AflowConfig) -> int:
     return most if config.quick_eval is None else min(most, config.quick_eval)
 
 
-def _largest_micro_batch(config: AflowConfig, lengths: Lengths, *, per_group: bool) -> MicroBatch:
-    """The largest micro-batch of a step, as `packing.micro_batches` fills it.
-
-    Where it was not seen what prompts share, runs of a task share that of their first call, and
-    later calls have prompts of their own. A run stays in one micro-batch; one whole task does where
-    the loss needs its group. A row of `mode: train` is a sample, or a pair.
-    """
-    tasks, repeats = config.buffer.batch_size, config.algorithm.repeat_times
-    calls, prompt, most = lengths.calls.ceiling(), lengths.prompt.ceiling(), limits_of(config)[2]
-    if config.mode == "train":
-        tasks, calls = config.buffer.train_batch_size, 1
-        repeats = 2 if config.algorithm.algorithm_type == "dpo" else 1
-    response = min(lengths.response.ceiling(), max(1, most - prompt))
-    length, later = prompt + response, repeats * (calls - 1)
-    prompts = prompt * (1.0 + later) if lengths.unshared is None else repeats * lengths.unshared
-    task = prompts + repeats * calls * response
-    run = calls * min(most, lengths.longest_prompt + lengths.longest_response)
-    tokens = min(tasks * task, max(config.local.micro_batch_tokens, run))
-    if per_group:
-        tokens = task
-    share = tokens / task
-    return MicroBatch(
-        tokens,
-        keys=share * (prompt + (repeats + later) * length),
-        pairs=share * (prompt**2 + repeats * response * length + later * length**2),
-        scored=share * repeats * calls * response,
-    )
-
-
-# -- what it holds -------------------------------------------------------------------------
-
-
-def _weights(engine: Engine, holders: Sequence[tuple[str, NamedModel, bool]]) -> Iterator[Part]:
-    """Base weights of (name, model, whether they are trained in place), as `models.load_model`
-    loads them.
-
-    On a CPU a file in the run's own number format is mapped: its pages count once for all that
-    read it, in one process or in several, and what is trained in place becomes a copy of its own.
-    """
-    mapped: set[str] = set()
-    for name, model, written in holders:
-        if engine.on_cpu and engine.itemsize == model.stored_itemsize and not written:
-            if model.name in mapped:
-                continue
-            mapped.add(model.name)
-        yield Part(name, float(model.shape.parameters * engine.itemsize))
-
-
-def _sampler(engine: Engine, s: Sampler, lora: Lora | None) -> Iterator[Part]:
-    shape, size = s.model.shape, engine.itemsize
-    packed = sum(packed_bytes(engine, s.model, lora, updated=s.updated))
-    yield Part(f"{s.name} packed weights", packed, "old and new at an update")
-    # Rows grow by 16 or to twice as many; sequences that join one by one leave half of that spare.
-    # A model that the lean decoder does not take has a DynamicCache, made anew at every token.
-    rows, columns, before = s.rows, s.length, s.length
-    if s.model.lean:
-        rows += 8 if rows > 16 else 0
-        columns, before = cache_columns(s.prompt, s.length)
-    token = shape.kv_elements_per_token() * size
-    yield Part(f"{s.name} keys and values", float(rows * columns * token), f"{s.rows} sequences")
-    yield Part(f"{s.name} cache while growing", float(rows * before * token))
-    prefilled = s.distinct * s.prompt
-    if s.model.lean:
-        prefilled = min(llama._PREFILL_TOKENS, max(prefilled, s.rows))
-        kept = min(s.total, llama._STORED_TOKENS)
-        yield Part(f"{s.name} stored prefixes", kept * token * engine.waste, f"{kept} tokens")
+def _sampler(
+    name: str,
+    model: NamedModel,
+    work: tuple[int, int, int, int],
+    itemsize: int,
+    on_cpu: bool,
+    lora: Lora | None,
+    *,
+    updated: bool,
+) -> Iterator[Part]:
+    """What one sampler holds beside its weights. `work`: sequences at once; tokens of the longest;
+    of all different ones between two updates; of all prompts that are prefilled at once."""
+    rows, length, total, prefilled = work
+    shape, waste = model.shape, WASTE if on_cpu else 1.0
+    token = shape.kv_elements_per_token * itemsize
+    packed = packed_bytes(model, lora, itemsize, on_cpu, updated=updated)
+    yield Part(f"{name} packed weights", packed, "old and new at an update")
+    # The cache grows by half in steps of 64 columns, the old one beside the new one.
+    cache = 2.0 * rows * length * token
+    yield Part(f"{name} keys and values", cache, f"{rows} sequences, old and new as they grow")
+    if shape.lean:
+        prefilled = min(llama._PREFILL_TOKENS, max(prefilled, rows))
+        kept = min(total, llama._STORED_TOKENS)
+        yield Part(f"{name} stored prefixes", kept * token * waste, f"{kept} tokens")
     # A token of a prefill holds two rows of the residual stream, the joined query, key and value,
     # and two rows of the MLP; `sampling.draw` logits, probabilities and their sums in fp32.
-    width = 2 * shape.hidden + (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    width += 2 * max(block.mlp for block in shape.blocks)
-    forward = prefilled * width * size + s.rows * shape.vocabulary * (size + 3 * _FP32)
-    yield Part(f"{s.name} forward pass", forward * engine.waste)
+    width = 2 * (shape.hidden + shape.mlp) + (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    forward = prefilled * width * itemsize + rows * shape.vocabulary * (itemsize + 3 * _FP32)
+    yield Part(f"{name} forward pass", forward * waste)
 
 
 def packed_bytes(
-    engine: Engine, model: NamedModel, lora: Lora | None, *, updated: bool
-) -> tuple[float, float]:
-    """The lean decoder's own copies of the weights, and the second set during an update.
-
-    `llama.LlamaDecoder._pack`: every linear layer and the output head, laid out for the CPU's
-    kernels; the new set of layers is whole before the old one is dropped. On a GPU layers are
-    used as they are, but query, key and value are joined, and adapted weights are merged copies
-    (`weights.Weights.effective`).
-    """
-    if not model.lean:
-        return 0.0, 0.0
-    shape = model.shape
-    if engine.on_cpu:
-        layers = float(shape.linear_parameters * engine.itemsize)
-        return layers + shape.embedding * engine.itemsize, layers if updated else 0.0
-    copied = float(engine.itemsize) * sum(
+    model: NamedModel, lora: Lora | None, itemsize: int, on_cpu: bool, *, updated: bool
+) -> float:
+    """The lean decoder's own copies of the weights, twice in an update (`llama._pack`): of every
+    linear layer and the head; on a GPU joined queries, keys and values, and merged adapters."""
+    shape, joined = model.shape, ("q_proj", "k_proj", "v_proj")
+    if not shape.lean:
+        return 0.0
+    copied = sum(
         linear.inputs * linear.outputs
         for linear in shape.linears
-        if linear.path.endswith(("q_proj", "k_proj", "v_proj"))
+        if on_cpu
+        or linear.path.endswith(joined)
         or (updated and lora is not None and lora.adapts(linear.path))
     )
-    return copied, copied if updated else 0.0
-
-
-def cache_columns(prompt: int, length: int) -> tuple[int, int]:
-    """Columns of the cache at last, and before it grew the last time (0: it never did): what the
-    prompt needs, then half as many again, in steps of 64 (`llama.KVCache.reserve`)."""
-    step = llama._COLUMN_STEP
-    columns, before = -(-(prompt + 1) // step) * step, 0
-    while columns < length:
-        before = columns
-        columns = -(-max(columns + 1, columns * 3 // 2) // step) * step
-    return columns, before
+    head = shape.vocabulary * shape.hidden if on_cpu else 0
+    return float(itemsize * (copied * (2 if updated else 1) + head))
 
 
 def trained_states(shape: ModelShape, itemsize: int, lora: Lora | None) -> list[Part]:
-    """What `trainer.LocalTrainer` keeps for an update, and the copies that a sync makes.
-
-    Adapters are fp32: value, gradient and two moments; the sampler holds the last state while
-    the next is made. Full weights in bf16 have fp32 masters; their gradients exist in bf16 for
-    one micro-batch and in fp32.
-    """
+    """What `trainer.LocalTrainer` keeps for an update, and what a sync copies: adapters in fp32,
+    gradient and two moments, the sampler's last state and the next; full weights in bf16 with fp32
+    masters, and gradients in bf16 for one micro-batch and in fp32."""
     if lora is not None:
         size = lora.parameters(shape) * _FP32
         return [
@@ -326,34 +217,58 @@ def trained_states(shape: ModelShape, itemsize: int, lora: Lora | None) -> list[
 
 
 def _step(
-    engine: Engine, model: NamedModel, lora: Lora | None, micro: MicroBatch, *, entropy: bool
-) -> list[Part]:
-    """Activations, buffers of the backward pass, and logits.
+    config: AflowConfig,
+    shape: ModelShape,
+    lengths: Lengths,
+    loss: Any,
+    lora: Lora | None,
+    itemsize: int,
+    on_cpu: bool,
+) -> Iterator[Part]:
+    """Activations, buffers of the backward pass, and logits of the largest micro-batch.
+
+    The micro-batch, as `packing.micro_batches` fills it: runs of a task share the prompt of their
+    first call, later calls have prompts of their own, unless a rehearsal showed what is shared. A
+    run stays in one micro-batch; a whole task does where the loss needs its group. A row of
+    `mode: train` is a sample, or a pair.
 
     Attention repeats shared prompts, so its keys count by rows; every layer makes its mask anew, a
     byte for each pair. Working buffers: the gradients of the MLP's product, gate and up projections
     and of the activation between them, two rows of the residual stream; of an attention block
-    scores, probabilities and their gradient (`trie_attention._BlockAttention.backward`). Logits
-    (`token_scores`): a chunk's and its probabilities, the hidden rows, their mean under W and their
-    gradient; a trained head adds its gradient in fp32.
+    scores, probabilities and their gradient. Logits: a chunk's and its probabilities, the hidden
+    rows, their mean under W and their gradient; a trained head adds its gradient in fp32.
     """
-    shape, size = model.shape, engine.itemsize
-    keys = micro.keys / micro.tokens
-    token = sum(
-        kept_per_token(shape, block, size, lora, keys=keys, gathered=True) for block in shape.blocks
+    tasks, repeats = config.buffer.batch_size, config.algorithm.repeat_times
+    calls, prompt, most = lengths.calls.ceiling(), lengths.prompt.ceiling(), limits_of(config)[2]
+    if config.mode == "train":
+        tasks, calls = config.buffer.train_batch_size, 1
+        repeats = 2 if config.algorithm.algorithm_type == "dpo" else 1
+    response = min(lengths.response.ceiling(), max(1, most - prompt))
+    length, later = prompt + response, repeats * (calls - 1)
+    prompts = prompt * (1.0 + later) if lengths.unshared is None else repeats * lengths.unshared
+    task = prompts + repeats * calls * response
+    run = calls * min(most, lengths.longest_prompt + lengths.longest_response)
+    tokens = min(tasks * task, max(config.local.micro_batch_tokens, run))
+    tokens = task if loss.per_group else tokens
+    share = tokens / task
+    keys = (prompt + (repeats + later) * length) / task
+    pairs = share * (prompt**2 + repeats * response * length + later * length**2)
+    scored = share * repeats * calls * response
+
+    waste = WASTE if on_cpu else 1.0
+    token = kept_per_token(shape, itemsize, lora, keys=keys, gathered=True)
+    activations = shape.layers * (tokens * token + pairs)
+    working = tokens * itemsize * (4 * shape.mlp + 2 * shape.hidden)
+    working += 3.0 * pairs * shape.heads * itemsize
+    chunk = min(CHUNK_ELEMENTS, scored * shape.vocabulary)
+    logits = chunk * (
+        _FP32 * (3 if loss.needs_entropy else 2) + (itemsize if itemsize < _FP32 else 0)
     )
-    working = micro.tokens * size * (4 * widest_mlp(shape) + 2 * shape.hidden)
-    working += 3.0 * micro.pairs * shape.heads * size
-    chunk = min(CHUNK_ELEMENTS, micro.scored * shape.vocabulary)
-    logits = chunk * (_FP32 * (3 if entropy else 2) + (size if size != _FP32 else 0))
-    logits += micro.scored * shape.hidden * (size * 2 + _FP32)
-    logits += 0 if lora else shape.embedding * _FP32
-    activations = micro.tokens * token + micro.pairs * shape.layers
-    return [
-        Part("activations", activations * engine.waste, f"{micro.tokens:.0f} tokens at once"),
-        Part("backward pass", working * engine.waste),
-        Part("logits", logits * engine.waste, f"{micro.scored:.0f} scored tokens"),
-    ]
+    logits += scored * shape.hidden * (itemsize * 2 + _FP32)
+    logits += 0 if lora else shape.vocabulary * shape.hidden * _FP32
+    yield Part("activations", activations * waste, f"{tokens:.0f} tokens at once")
+    yield Part("backward pass", working * waste)
+    yield Part("logits", logits * waste, f"{scored:.0f} scored tokens")
 
 
 def _export(model: NamedModel, itemsize: int, lora: Lora | None) -> float:

@@ -55,8 +55,8 @@ class Need:
 
 @dataclass(frozen=True)
 class Change:
-    """Settings that make everything fit, checked by estimating again. `size`: bytes on the place
-    that was fullest, `saved` fewer than before. `cost`: what is lost by it, in words."""
+    """One setting that makes everything fit. `size`: bytes that the fullest place then holds,
+    `saved` fewer than before. `cost`: what is lost by it, in words."""
 
     settings: dict[str, Any]
     saved: float
@@ -67,7 +67,7 @@ class Change:
 @dataclass
 class Estimate:
     """One run, or one stage of a chain. `quantities`: tokens, seconds and US dollars of a step, by
-    name. `changes`: alternatives, the mildest first; any one of them is enough."""
+    name. `changes`: alternatives, any one of them is enough."""
 
     name: str
     engine: str
@@ -79,26 +79,21 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """False if anything does not fit; None if that cannot be told of something.
+        return fits(self.needs)
 
-        The memory of machines that nobody described is not asked for where GPUs decide.
-        """
-        on_gpus = any(need.place == "GPU" for need in self.needs)
-        asked = [n for n in self.needs if not on_gpus or n.place == "GPU" or n.limit is not None]
-        return _all_fit([need.fits for need in asked] or [None])
 
-    @property
-    def fullest(self) -> Need:
-        """The need that goes furthest beyond its place."""
-        return max(self.needs, key=lambda need: need.size / need.limit if need.limit else 0.0)
+def fits(needs: Sequence[Need]) -> bool | None:
+    """False if anything does not fit; None if that cannot be told of something. The memory of
+    machines that nobody described is not asked for where GPUs decide."""
+    on_gpus = any(need.place == "GPU" for need in needs)
+    asked = [n for n in needs if not on_gpus or n.place == "GPU" or n.limit is not None]
+    found = [need.fits for need in asked]
+    return False if False in found else None if None in found or not found else True
 
 
 def overall(estimates: Sequence[Estimate]) -> bool | None:
     """Whether all stages fit; None if that is not known of one."""
-    return _all_fit([one.fits for one in estimates])
-
-
-def _all_fit(found: Sequence[bool | None]) -> bool | None:
+    found = [one.fits for one in estimates]
     return False if False in found else None if None in found else True
 
 
@@ -132,40 +127,29 @@ def _render(one: Estimate) -> str:
     head = f"stage {one.name}: " if one.name else ""
     lines = [f"{head}engine {one.engine}, {one.model}"]
     for need in one.needs:
-        each = "GPU" if need.place == "GPU" else "machine's memory"
-        lines += ["", f"{need.role}, {f'{need.count} x ' if need.count > 1 else ''}{each}:"]
-        lines += [f"  {_size(part.size):>11}  {part.name}{_note(part.note)}" for part in need.parts]
-        total = f"  {_size(need.size):>11}  together"
+        lines += ["", f"{need.role}, {need.count} x {need.place}:"]
+        lines += [f"  {_size(part.size)}  {part.name}{_note(part.note)}" for part in need.parts]
+        total = f"  {_size(need.size)}  together"
         if need.limit is not None:
-            total += f", of {_size(need.limit * need.share)} usable: {_VERDICT[need.fits]}"
+            usable = _size(need.limit * need.share).strip()
+            total += f", of {usable} usable: {_VERDICT[need.fits]}"
         lines += [total, *(f"  {text}" for text in (need.refusal, *need.notes) if text)]
     if one.quantities:
         lines += ["", "each training step:"]
-        lines += [_quantity(name, number) for name, number in one.quantities.items()]
+    for name, number in one.quantities.items():
+        digits = 4 if name.startswith("usd") else 1
+        value = "unknown" if number.value is None else f"{number.value:,.{digits}f}"
+        known = number.known if number.known in (Known.BOUND, Known.GIVEN, Known.MEASURED) else ""
+        lines.append(f"  {name:22} {value}{_note('; '.join(filter(None, (known, number.how))))}")
     if one.notes:
         lines += ["", *(f"note: {note}" for note in one.notes)]
-    if one.fits is False and not one.changes:
-        text = "no single setting that is tried here makes it fit: take a smaller model, or more"
-        lines += ["", text]
-    elif one.fits is False:
-        lines += ["", "what makes it fit, each checked by estimating again:"]
+    if one.fits is False:
+        text = "any of these makes it fit:" if one.changes else "a smaller model, or more memory"
+        lines += ["", f"what to change: {text}"]
     for change in one.changes:
-        saved = f"saves {_size(change.saved)}" if change.saved > 0 else "moves it elsewhere"
-        lines.append(
-            "  " + " ".join(shlex.quote(setting(*item)) for item in change.settings.items())
-        )
-        lines.append(f"      {saved}, leaves {_size(change.size)}; {change.cost}")
+        words = " ".join(shlex.quote(setting(*item)) for item in change.settings.items())
+        lines += [f"  {words}", f"      leaves {_size(change.size).strip()}; {change.cost}"]
     return "\n".join(lines)
-
-
-def _quantity(name: str, number: Number) -> str:
-    if number.value is None:
-        return f"  {name:22} unknown{_note(number.how)}"
-    digits = 4 if name.startswith("usd") else 0 if number.value >= 100 else 1
-    unit = " s" if name.startswith("seconds") else ""
-    known = "" if number.known is Known.COUNTED else number.known.value
-    note = _note("; ".join(filter(None, (known, number.how))))
-    return f"  {name:22} {number.value:,.{digits}f}{unit}{note}"
 
 
 def setting(key: str, value: object) -> str:
@@ -178,4 +162,4 @@ def _note(text: str) -> str:
 
 
 def _size(size: float) -> str:
-    return f"{size / GIB:,.2f} GiB" if abs(size) < 100 * GIB else f"{size / GIB:,.0f} GiB"
+    return f"{size / GIB:>7,.2f} GiB"

@@ -24,22 +24,15 @@ if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
     from aflow_tune.estimate.rehearsal import Seen
 
-_ALIKE = 0.1
-"""Share by which the tokens of two steps of the same settings may differ."""
-
 
 class Known(StrEnum):
     """How well a number is known, the worst first."""
 
     UNKNOWN = "unknown"
-    BOUND = "upper bound"
-    """The settings allow no more; the run may stay far below."""
-    GIVEN = "given"
-    """Said by the user."""
-    MEASURED = "measured"
-    """Taken from an earlier run of the same folder, or from a calibration just now."""
-    COUNTED = "counted"
-    """Follows from the settings and the data alone."""
+    BOUND = "upper bound"  # the settings allow no more; the run may stay far below
+    GIVEN = "given"  # by the user
+    MEASURED = "measured"  # by an earlier run of the same folder, or by --measure
+    COUNTED = "counted"  # follows from the settings and the data alone
 
 
 @dataclass(frozen=True)
@@ -56,25 +49,13 @@ class Number:
         return 1 if self.value is None else max(1, math.ceil(self.value))
 
 
-_NO_SPEED = Number(
-    None,
-    Known.UNKNOWN,
-    "no speed is known: give --tokens-per-second and --train-tokens-per-second, add --measure "
-    "(local engine), or run a few steps first: their metrics are read from the run's folder",
-)
-
-
-def worst(*numbers: Number) -> Known:
-    """How well what is computed from all of them is known."""
-    return min((number.known for number in numbers), key=list(Known).index)
-
-
 def computed(how: str, function: Callable[..., float], *numbers: Number) -> Number:
     """`function` of the values; unknown if one of them is."""
     for number in numbers:
         if number.value is None:
-            return Number(None, Known.UNKNOWN, number.how)
-    return Number(function(*(number.value for number in numbers)), worst(*numbers), how)
+            return number
+    known = min((number.known for number in numbers), key=list(Known).index)
+    return Number(function(*(number.value for number in numbers)), known, how)
 
 
 @dataclass(frozen=True)
@@ -92,17 +73,14 @@ class EstimateOptions:
     usd_per_gpu_hour: float | None = None
     rehearse: bool = True
     measure: bool = False
-    changes: bool = True
 
 
 @dataclass
 class Earlier:
-    """What the metrics of an earlier run say; empty where there is none. `peak`: bytes that its
-    process tree took at most, where that was measured."""
+    """What the metrics of an earlier run say; empty where there is none."""
 
     lines: list[MetricsLine] = field(default_factory=list)
     place: str = ""
-    peak: float | None = None
 
     @classmethod
     def of(cls, folder: Path, place: str = "") -> Earlier:
@@ -115,12 +93,6 @@ class Earlier:
 
     def largest(self, name: str) -> float | None:
         return max((value for _, value in series(self.lines, name)), default=None)
-
-    def best(self, given: float | None, measured: float | None, otherwise: Number) -> Number:
-        """What was given, else what was measured, else `otherwise`."""
-        if given is not None:
-            return Number(float(given), Known.GIVEN, "command line")
-        return otherwise if measured is None else Number(measured, Known.MEASURED, self.place)
 
 
 @dataclass(frozen=True)
@@ -155,8 +127,6 @@ def lengths_of(
     seen: Seen | None,
 ) -> Lengths:
     prompt, response, _ = limits_of(config)
-    longest_prompt = given.prompt_tokens or earlier.largest("prompt_length/max")
-    longest_response = given.response_tokens or earlier.largest("response_length/max")
     most = most_calls(workflow) if workflow is not None else None
     if config.writer.executor:
         calls = Number(float(config.writer.turns), Known.BOUND, "writer.turns: the policy writes")
@@ -172,17 +142,21 @@ def lengths_of(
     if seen is not None:
         calls = Number(seen.calls, Known.COUNTED, seen.how)
         prompts = Number(seen.prompt, Known.COUNTED, seen.how)
-        longest_prompt = longest_prompt or seen.longest_prompt
-        if seen.response is not None:
-            responses = Number(seen.response, Known.COUNTED, seen.how)
-            longest_response = longest_response or seen.longest_response
+        prompt = math.ceil(seen.longest_prompt)
+
+    def best(said: int | None, metric: str, otherwise: Number) -> Number:
+        if said is not None:
+            return Number(float(said), Known.GIVEN, "command line")
+        measured = earlier.mean(metric)
+        return otherwise if measured is None else Number(measured, Known.MEASURED, earlier.place)
+
     return Lengths(
-        earlier.best(given.calls, earlier.mean("rollout/calls/mean"), calls),
-        earlier.best(given.prompt_tokens, earlier.mean("prompt_length/mean"), prompts),
-        earlier.best(given.response_tokens, earlier.mean("response_length/mean"), responses),
-        float(longest_prompt or prompt),
-        float(longest_response or response),
-        seen.unshared if seen is not None else None,
+        best(given.calls, "rollout/calls/mean", calls),
+        best(given.prompt_tokens, "prompt_length/mean", prompts),
+        best(given.response_tokens, "response_length/mean", responses),
+        float(given.prompt_tokens or earlier.largest("prompt_length/max") or prompt),
+        float(given.response_tokens or earlier.largest("response_length/max") or response),
+        None if seen is None else seen.unshared,
     )
 
 
@@ -202,19 +176,17 @@ def step_quantities(
     new = computed("calls x tokens of a response", operator.mul, calls, lengths.response)
     train = computed("what the trainer is given", operator.add, new, read)
     seconds = _seconds(new, train, given, earlier)
+    gpu_dollars = Number(0.0, Known.COUNTED, "no GPU")
     if given.usd_per_gpu_hour is not None:
         rate = Number(gpus * given.usd_per_gpu_hour / 3600, Known.GIVEN)
         how = f"{gpus} GPUs x the step's time"
         gpu_dollars = computed(how, operator.mul, seconds["seconds"], rate)
     elif gpus:
         gpu_dollars = Number(None, Known.UNKNOWN, "give --usd-per-gpu-hour")
-    else:
-        gpu_dollars = Number(0.0, Known.COUNTED, "no GPU")
     dollars = {"usd for GPUs": gpu_dollars}
     for role, model in config.models.items():
         if role != "policy" and model.model:
-            name = model.role or role
-            dollars[f"usd for {name}"] = _api_dollars(config, role, earlier, runs)
+            dollars[f"usd for {model.role or role}"] = _api_dollars(config, role, earlier, runs)
     return {
         "calls of a run": lengths.calls,
         "tokens of a prompt": lengths.prompt,
@@ -233,27 +205,22 @@ def step_quantities(
 def _seconds(
     new: Number, train: Number, given: EstimateOptions, earlier: Earlier
 ) -> dict[str, Number]:
-    """Seconds of sampling, of training and of the step, one after the other.
-
-    A step that was measured counts as such only if it had as many tokens as this one: the settings
-    may have changed since. Otherwise its speeds do.
-    """
-    tokens, time = earlier.mean("perf/train_tokens"), earlier.mean("time/step")
-    waited = earlier.mean("explorer/time/wait_explore_step")
-    asked = given.tokens_per_second or given.train_tokens_per_second
-    alike = tokens and train.value is not None and abs(train.value - tokens) <= _ALIKE * tokens
-    if waited and time and alike and not asked:
+    """Seconds of a step: that of an earlier run by its tokens, or of sampling and training, one
+    after the other, at the speeds that were given."""
+    names = ("perf/train_tokens", "time/step", "explorer/time/wait_explore_step")
+    tokens, time, waited = (earlier.mean(name) or 0.0 for name in names)
+    speeds = (given.tokens_per_second, given.train_tokens_per_second)
+    if tokens and time and waited and speeds == (None, None):
         step = waited + time + (earlier.mean("time/sync_weight") or 0.0)
-        return {"seconds": Number(step, Known.MEASURED, earlier.place)}
-    sampled = earlier.mean("rollout/tokens_per_second")
-    trained = tokens / time if tokens and time else None
+        measured = Number(step / tokens, Known.MEASURED)
+        how = f"{step:,.1f} s for {tokens:,.0f} train tokens: {earlier.place}"
+        return {"seconds": computed(how, operator.mul, measured, train)}
+    how = "give both speeds, add --measure (local engine), or run a few steps in this folder first"
     found = {}
-    for name, count, said, measured in (
-        ("seconds sampling", new, given.tokens_per_second, sampled),
-        ("seconds training", train, given.train_tokens_per_second, trained),
-    ):
-        speed = earlier.best(said, measured, _NO_SPEED)
-        found[name] = computed(f"{speed.value or 0:,.0f} a second", operator.truediv, count, speed)
+    for name, count, speed in zip(("sampling", "training"), (new, train), speeds, strict=True):
+        known = Number(speed, Known.UNKNOWN if speed is None else Known.GIVEN, how)
+        text = f"{speed or 0:,.0f} a second"
+        found[f"seconds {name}"] = computed(text, operator.truediv, count, known)
     return found | {"seconds": computed("taking turns", operator.add, *found.values())}
 
 
@@ -266,14 +233,8 @@ def _api_dollars(config: AflowConfig, role: str, earlier: Earlier, runs: Number)
     price = price_of(model.provider, model.base_url, model.model or "", model.prices)
     if price is None:
         return Number(None, Known.UNKNOWN, f"no price of {model.model}: give models.{role}.prices")
-    read, written = price.cost(Usage(1_000_000, 0)), price.cost(Usage(0, 1_000_000))
-    if read + written == 0:
+    million = price.cost(Usage(1_000_000, 0)), price.cost(Usage(0, 1_000_000))
+    if not any(million):
         return Number(0.0, runs.known, "it costs nothing")
-    most = config.writer.max_usd
-    if config.writer.executor == role and model.max_tokens and most is not None:
-        return Number(every * most, Known.BOUND, "the limit writer.max_usd of a run")
-    why = (
-        "calls and lengths are not known before a run; a million tokens cost "
-        f"${read:.2f} in, ${written:.2f} out"
-    )
-    return Number(None, Known.UNKNOWN, why)
+    why = "US dollars of a million tokens: {:.2f} in, {:.2f} out; lengths are not known"
+    return Number(None, Known.UNKNOWN, why.format(*million))

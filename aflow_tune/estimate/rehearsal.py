@@ -1,22 +1,19 @@
-"""What runs or rows look like, without a model: rehearsed runs, or rows that are read.
+"""What runs look like, without a model: the workflow is called on a few training rows.
 
-A rehearsal calls the workflow on a few training rows. Rows, adapter, recording and experiences are
-those of a run; only the sampler is replaced by one that answers at once with plain words, as many
-as a response may have. So the number of calls, the prompts and what runs share are real. Only
-workflow functions are rehearsed, without `models:` behind an API, which would cost money. Of
-`mode: train` the rows of the first steps are read by Trinity's reader and formatters.
+Rows, adapter, recording and experiences are those of a run; the sampler answers at once with plain
+words, as many as a response may have. So the number of calls and the prompts are real. Only
+workflow functions are rehearsed, without `models:` behind an API, which would cost money.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import itertools
 import random
 import statistics
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,10 +23,8 @@ from trinity.buffer.task_scheduler import get_taskset_scheduler
 from trinity.common.experience import Experience
 
 from aflow_tune.config.accounting import spend_of
-from aflow_tune.config.file_rules import awaited
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.tasksets import (
-    experience_buffer,
     locate,
     materialise_tasksets,
     merge_mix,
@@ -40,7 +35,6 @@ from aflow_tune.engines.local.packed_model import TokenTrie
 from aflow_tune.engines.local.sampler import Completion, SamplingParams, Vocabulary, prompt_faults
 from aflow_tune.engines.local.server import SamplerServer
 from aflow_tune.engines.trinity.inline import InlineRollouts
-from aflow_tune.engines.trinity.readers import materialise_experiences, open_experiences
 from aflow_tune.engines.trinity.rollout.adapter import adapter_arguments
 from aflow_tune.engines.trinity.rollout.operators import FAILURE_KEY
 from aflow_tune.engines.trinity.rollout.rollout_model import SamplerHost
@@ -52,8 +46,6 @@ MOST_RUNS = 32
 """Runs of a rehearsal; the rows of a larger step are taken to be like these."""
 SECONDS = 20.0
 """After this a rehearsal is given up: the workflow waits for something."""
-STEPS = 8
-"""Steps of `mode: train` whose rows are read."""
 _WORDS = (
     "The answer to this question follows from the numbers that were given: first one adds what "
     "belongs together, then one takes away what does not, and the rest is shared out evenly. "
@@ -62,17 +54,14 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class Seen:
-    """What runs or rows showed: `calls` of a run, tokens of a prompt on average and of the longest;
-    of a response only where it is given by the rows. `unshared`: tokens of a run's prompts that no
-    other has, on average."""
+    """What runs showed: `calls` of a run, tokens of a prompt on average and of the longest.
+    `unshared`: tokens of a run's prompts that no other has, on average."""
 
     how: str
     calls: float
     prompt: float
     longest_prompt: float
     unshared: float
-    response: float | None = None
-    longest_response: float | None = None
 
 
 def rehearse(
@@ -94,18 +83,11 @@ def rehearse(
     if not all(locate(config, taskset).files for taskset in training):
         return "the training rows are not on this machine, and nothing is fetched"
     if None in folders.values():
-        return (
-            "a model's tokenizer is not on this machine; until it is, prompts count as long as "
-            "their limit (--prompt-tokens N: a nearer estimate)"
-        )
-    return _tried(lambda folder: _rehearse(copy.deepcopy(config), workflow, judge, folders, folder))
-
-
-def _tried(work: Callable[[Path], Awaitable[Seen | str]]) -> Seen | str:
-    """What came of work in a folder of its own, or why it came to nothing."""
+        return "a model's tokenizer is not on this machine (--prompt-tokens N: a nearer estimate)"
     try:
         with tempfile.TemporaryDirectory(prefix="aflow-estimate-") as folder:
-            return asyncio.run(asyncio.wait_for(work(Path(folder)), SECONDS))
+            work = _rehearse(copy.deepcopy(config), workflow, judge, folders, Path(folder))
+            return asyncio.run(asyncio.wait_for(work, SECONDS))
     except TimeoutError:
         return f"it took more than {SECONDS:.0f} s with a model that answers at once"
     except Exception as error:
@@ -146,13 +128,15 @@ async def _rehearse(
     runs = len({item.eid.rid for item in good})
     if not runs:
         return "every run failed with a model that answers in plain words"
-    prompts = [item.prompt_length for item in good]
+    prompts, trie = [item.prompt_length for item in good], TokenTrie()
+    for item in good:
+        trie.add(item.tokens[: item.prompt_length].tolist())
     return Seen(
         f"a rehearsal of {runs} runs without a model",
         len(good) / runs,
         statistics.fmean(prompts),
         max(prompts),
-        _unshared(good) / runs,
+        len(trie) / runs,
     )
 
 
@@ -200,53 +184,3 @@ class _StandIn:
 
     def close(self) -> None:
         """Nothing to free."""
-
-
-def read_rows(config: AflowConfig, folder: Path | None) -> Seen | str:
-    """What the rows of the first steps of a prepared `mode: train` show; or why they are not
-    known. Nothing is fetched.
-
-    Args:
-        folder: with the model's tokenizer; None where it is not on this machine.
-    """
-    buffer = experience_buffer(config)
-    if buffer is None or awaited(config):
-        return "an earlier stage is still to write them"
-    if folder is None:
-        return "the model's tokenizer is not on this machine"
-    if not locate(config, buffer).files:
-        return "they are not on this machine"
-    copied = copy.deepcopy(config)
-    copied.model.model_path = str(folder)
-    return _tried(lambda place: _first_rows(copied, place))
-
-
-async def _first_rows(config: AflowConfig, folder: Path) -> Seen | str:
-    config.checkpoint_job_dir = str(folder)
-    materialise_experiences(config)
-    reader, steps = open_experiences(config), []
-    with contextlib.suppress(StopAsyncIteration):
-        for _ in range(STEPS):
-            steps.append(await reader.read())
-    if not steps:
-        return "they are fewer than one step takes"
-    rows = [row for step in steps for row in step]
-    prompts = [row.prompt_length for row in rows]
-    responses = [len(row.tokens) - row.prompt_length for row in rows]
-    return Seen(
-        "the rows of the first steps",
-        1.0,
-        statistics.fmean(prompts),
-        max(prompts),
-        max(_unshared(step) / len(step) for step in steps),
-        statistics.fmean(responses),
-        max(responses),
-    )
-
-
-def _unshared(calls: list[Experience]) -> int:
-    """Tokens of all prompts, what they begin with in common once."""
-    trie = TokenTrie()
-    for call in calls:
-        trie.add(call.tokens[: call.prompt_length].tolist())
-    return len(trie)

@@ -1,15 +1,14 @@
 """A causal language model as numbers: its layers, parameters, cache entries and activations.
 
-`named_model` reads the `config.json` of a model; its weights are looked at only for their number
-format. `shape_of` builds transformers' module of it on torch's meta device, where nothing is
-allocated, and counts. Families whose activations are not known here are refused: a near miss would
-be a wrong number that looks right.
+`named_model` reads the `config.json` of a model; `shape_of` builds transformers' module of it on
+torch's meta device, where nothing is allocated, and counts. All layers are taken to be like the
+largest, and to attend to the whole sequence. Families whose activations are not known are refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -28,23 +27,28 @@ _SMOLLM2 = {
     "num_hidden_layers": 30,
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
-    "hidden_act": "silu",
 }
-"""Of SmolLM2-135M, as published: so that it can be estimated before it was ever fetched."""
+"""SmolLM2-135M as published, so that it can be estimated before it is fetched."""
 _SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 _FP32 = 4
 _TITLE = "The model's size cannot be worked out."
-FAMILIES = (
-    *("gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2"),
-    *("qwen3", "qwen3_moe", "smollm3"),
-)
+FAMILIES = {
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "llama",
+    "mistral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+}
 """Counted families by `model_type`."""
 
 
 class Linear(NamedTuple):
-    """A linear layer of a block: its module path, and widths."""
+    """A linear layer of a decoder layer: its module path, and widths."""
 
     path: str
     inputs: int
@@ -52,26 +56,14 @@ class Linear(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Block:
-    """One decoder layer. Widths in elements; `norms`: parameters of all its norms.
-
-    `experts` 0: an ordinary MLP, of linear layers. Otherwise `experts` MLPs of width `mlp`, of
-    `expert` parameters each, are held, and `active` of them compute a token.
-    """
-
-    parameters: int
-    norms: int
-    mlp: int
-    window: int | None = None
-    experts: int = 0
-    active: int = 0
-    expert: int = 0
-
-
-@dataclass(frozen=True)
 class ModelShape:
-    """A causal LM. `linears`: of all blocks, without the output head. `parameters`: all of them,
-    shared ones once. `tied`: the output head is the embedding."""
+    """A causal LM. Widths in elements.
+
+    layer, norms: parameters of the largest layer, and of its norms. mlp: its inner width.
+    linears: of all layers, without the output head. layer_parameters: of all layers.
+    tied: the output head is the embedding.
+    lean: whether `engines/local/llama.py` decodes it (`llama.supports`, from settings alone).
+    """
 
     family: str
     vocabulary: int
@@ -79,35 +71,22 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    blocks: tuple[Block, ...]
+    layers: int
+    layer: int
+    norms: int
+    mlp: int
     linears: tuple[Linear, ...]
     tied: bool
     parameters: int
-
-    @property
-    def layers(self) -> int:
-        return len(self.blocks)
-
-    @property
-    def embedding(self) -> int:
-        """Parameters of the token embedding, and of an output head of its own."""
-        return self.vocabulary * self.hidden
-
-    @property
-    def block_parameters(self) -> int:
-        return sum(block.parameters for block in self.blocks)
-
-    @property
-    def active_parameters(self) -> int:
-        """What one token is computed with, the embedding and the head included."""
-        idle = sum((block.experts - block.active) * block.expert for block in self.blocks)
-        return self.parameters - idle
+    layer_parameters: int
+    lean: bool
 
     @property
     def linear_parameters(self) -> int:
         """Weights of the layers' linear modules, without biases."""
         return sum(linear.inputs * linear.outputs for linear in self.linears)
 
+    @property
     def kv_elements_per_token(self) -> int:
         """Elements of one token's keys and values over all layers: 2 x heads x head_dim each."""
         return 2 * self.kv_heads * self.head_dim * self.layers
@@ -131,16 +110,10 @@ class Lora:
         adapted = [linear for linear in shape.linears if self.adapts(linear.path)]
         return sum(self.rank * (linear.inputs + linear.outputs) for linear in adapted)
 
-    def rows_per_layer(self, shape: ModelShape) -> float:
-        """Ranks of the adapters of a layer, summed, on average."""
-        return self.rank * sum(self.adapts(linear.path) for linear in shape.linears) / shape.layers
-
 
 def _named(path: str, names: str | Sequence[str]) -> bool:
-    if names == "all-linear":
-        return True
     if isinstance(names, str):
-        return re.fullmatch(names, path) is not None or names == path.rpartition(".")[2]
+        return names in ("all-linear", path.rpartition(".")[2]) or bool(re.fullmatch(names, path))
     return any(path == name or path.endswith(f".{name}") for name in names)
 
 
@@ -152,29 +125,15 @@ class NamedModel:
     name: str
     shape: ModelShape
     stored_itemsize: int
-    activation: str = "silu"
     folder: Path | None = None
-
-    @property
-    def lean(self) -> bool:
-        """Whether `engines/local/llama.py` decodes it (`llama.supports`, from settings alone)."""
-        return (
-            self.shape.family in ("llama", "mistral", "qwen2", "qwen3")
-            and self.activation in ("silu", "swish")
-            and all(block.window is None for block in self.shape.blocks)
-        )
 
 
 @lru_cache
 def named_model(name: str, where: str) -> NamedModel:
-    """The model called `name`, as `model.model_path` takes it.
-
-    Args:
-        where: the key that names it, for what is refused.
+    """The model called `name`, as `model.model_path` takes it; `where` names it in faults.
 
     Raises:
-        BadInput: it is not on this machine, its settings cannot be read, or it is of a family
-            whose parameters are not counted.
+        BadInput: it is not on this machine, its settings cannot be read, or it is not counted.
     """
     from transformers import AutoConfig, LlamaConfig
 
@@ -187,14 +146,12 @@ def named_model(name: str, where: str) -> NamedModel:
         raise BadInput.of(_TITLE, where, expected, f"{name}: no config.json on this machine", cure)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        shape = shape_of(config, where)
+        return NamedModel(name, shape_of(config, where), _itemsize(folder, config), folder)
     except BadInput:
         raise
     except Exception as error:  # whatever settings that do not fit together lead to
         expected = "a config.json that transformers reads"
         raise BadInput.of(_TITLE, where, expected, f"{error!r:.200}", "check the model") from error
-    activation = getattr(config, "hidden_act", "silu")
-    return NamedModel(name, shape, _itemsize(folder, config), activation, folder)
 
 
 def _folder(name: str) -> Path | None:
@@ -215,8 +172,7 @@ def _itemsize(folder: Path, config: Any) -> int:
         kinds = [item["dtype"] for name, item in header.items() if name != "__metadata__"]
         if kinds:
             return _SIZES.get(max(set(kinds), key=kinds.count), 2)
-    dtype = str(getattr(config, "dtype", None) or "float32")
-    return 4 if dtype.removeprefix("torch.") == "float32" else 2
+    return 4 if str(getattr(config, "dtype", None) or "float32").endswith("float32") else 2
 
 
 def shape_of(config: Any, where: str = "config.json") -> ModelShape:
@@ -229,9 +185,10 @@ def shape_of(config: Any, where: str = "config.json") -> ModelShape:
 
     family = config.model_type
     if family not in FAMILIES:
-        expected = "a model_type among " + ", ".join(FAMILIES)
         cure = "estimate with a model of one of these families, or measure a short run instead"
-        raise BadInput.of(_TITLE, where, expected, repr(family), cure)
+        raise BadInput.of(
+            _TITLE, where, "one of " + ", ".join(sorted(FAMILIES)), repr(family), cure
+        )
     if getattr(config, "quantization_config", None):
         cure = (
             "name the unquantised model; the engine's own quantisation is counted "
@@ -246,16 +203,17 @@ def shape_of(config: Any, where: str = "config.json") -> ModelShape:
         for name, child in module.named_modules()
         if isinstance(child, torch.nn.ModuleList) and len(child) == config.num_hidden_layers
     )
-    window = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
-        window = None
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(layers)
-    blocks, linears = [], []
-    for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
-        own = [*_linears(layer, f"{prefix}.{number}")]
-        blocks.append(_block(layer, config, own, window if kind == "sliding_attention" else None))
-        linears += own
-    heads = config.num_attention_heads
+    linears, widths, sizes, norms = [], [], [], []
+    for path, child in layers.named_modules():
+        if isinstance(child, torch.nn.Linear):
+            linears.append(Linear(f"{prefix}.{path}", child.in_features, child.out_features))
+            widths.append(child.in_features if path.endswith("down_proj") else 0)
+    for layer in layers:
+        named = [*layer.named_parameters()]
+        sizes.append(sum(parameter.numel() for _, parameter in named))
+        norms.append(sum(p.numel() for name, p in named if "norm" in name))
+    heads, kinds = config.num_attention_heads, getattr(config, "layer_types", None) or ()
+    windowed = "sliding_attention" in kinds or (family == "mistral" and config.sliding_window)
     return ModelShape(
         family,
         config.vocab_size,
@@ -263,41 +221,22 @@ def shape_of(config: Any, where: str = "config.json") -> ModelShape:
         heads,
         getattr(config, "num_key_value_heads", None) or heads,
         getattr(config, "head_dim", None) or config.hidden_size // heads,
-        tuple(blocks),
+        len(layers),
+        max(sizes),
+        max(norms),
+        max(widths),
         tuple(linears),
         bool(config.tie_word_embeddings),
         sum(parameter.numel() for parameter in module.parameters()),
+        sum(sizes),
+        family in ("llama", "mistral", "qwen2", "qwen3")
+        and getattr(config, "hidden_act", "silu") in ("silu", "swish")
+        and not windowed,
     )
-
-
-def _linears(layer: torch.nn.Module, prefix: str) -> Iterator[Linear]:
-    from transformers.pytorch_utils import Conv1D
-
-    for path, child in layer.named_modules():
-        if isinstance(child, torch.nn.Linear | Conv1D):
-            width, other = child.weight.shape
-            widths = (width, other) if isinstance(child, Conv1D) else (other, width)
-            yield Linear(f"{prefix}.{path}", *widths)
-
-
-def _block(
-    layer: torch.nn.Module, config: Any, linears: Sequence[Linear], window: int | None
-) -> Block:
-    sizes = {name: parameter.numel() for name, parameter in layer.named_parameters()}
-    norms = sum(size for name, size in sizes.items() if "norm" in name or "ln_" in name)
-    held = {name: p for name, p in layer.named_parameters() if ".experts." in name}
-    if not held:
-        return Block(sum(sizes.values()), norms, linears[-1].inputs, window)
-    down = next(parameter for name, parameter in held.items() if name.endswith("down_proj"))
-    experts, _, mlp = down.shape  # [experts, hidden, intermediate]
-    expert = sum(parameter.numel() for parameter in held.values()) // experts
-    active = config.num_experts_per_tok
-    return Block(sum(sizes.values()), norms, mlp, window, experts, active, expert)
 
 
 def kept_per_token(
     shape: ModelShape,
-    block: Block,
     itemsize: int,
     lora: Lora | None,
     *,
@@ -306,40 +245,26 @@ def kept_per_token(
 ) -> float:
     """Bytes that one layer keeps of one token for the backward pass.
 
-    By the bookkeeping of Korthikanti et al. (arXiv:2205.05198, section 4.1), which adds up what
-    each operation saves; here for RMS norms, rotary embeddings, grouped-query attention whose
-    kernel recomputes the scores (arXiv:2205.14135) and a gated MLP, as transformers writes them:
+    By the bookkeeping of Korthikanti et al. (arXiv:2205.05198, section 4.1), here for RMS norms,
+    rotary embeddings, attention whose kernel recomputes the scores (arXiv:2205.14135) and a gated
+    MLP:
 
         norms      input in fp32 (4 H), its reciprocal root mean square (4), output (e H), each
         attention  query (e Q), key and value (2 e K), output (e Q)
         MLP        gate, silu(gate), up, and their product (4 e I)
 
     with H hidden, Q = heads x head_dim, K = kv_heads x head_dim, I intermediate width and e bytes
-    an element. Trained weights add the normalised input of each norm (e H), adapters their inner
-    rows (e rank). The tests compare the sum with what autograd saves in real modules.
-
-    Args:
-        itemsize: bytes of an element that the layer computes in.
-        lora: the adapter that is trained; None: the weights themselves.
-        keys: rows of them for each token; above 1 where a shared prefix is repeated.
-        gathered: attention's output is brought into another order, so its copy is kept too.
+    an element (`itemsize`). Trained weights add the normalised input of each norm (e H), adapters
+    their inner rows (e rank). `keys`: of each token, above 1 where a shared prefix is repeated.
+    `gathered`: attention's output is brought into another order, so its copy is kept too.
     """
-    full, hidden = lora is None, shape.hidden
+    hidden, own = shape.hidden, itemsize if lora is None else 0
     q_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    if shape.family != "gpt2":
-        count, rest = divmod(block.norms, hidden)
-        norms = count * (_FP32 * hidden + _FP32 + itemsize * hidden * (2 if full else 1))
-        if rest == 2 * shape.head_dim:
-            norms += (q_width + kv_width) * (_FP32 + (itemsize if full else 0))
-    else:  # LayerNorm: input, mean and deviation, output
-        norms = 2 * (itemsize * 2 * hidden + 2 * _FP32)
+    count, rest = divmod(shape.norms, hidden)
+    norms = count * (_FP32 * hidden + _FP32 + (itemsize + own) * hidden)
+    if rest:  # of queries and keys, by heads
+        norms += (q_width + kv_width) * (_FP32 + own)
     attention = 2 * q_width + 2 * keys * kv_width + (q_width if gathered else 0)
-    # gelu by its tanh formula keeps input, half of it, tanh, 1 + tanh and the product
-    mlp = 5 * block.mlp if shape.family == "gpt2" else 4 * block.mlp * max(1, block.active)
-    rows = 0.0 if lora is None else lora.rows_per_layer(shape)
-    return norms + itemsize * (attention + mlp + rows)
-
-
-def widest_mlp(shape: ModelShape) -> int:
-    """Elements of a token in the widest MLP: of a mixture, in the experts that it visits."""
-    return max(block.mlp * max(1, block.active) for block in shape.blocks)
+    adapted = sum(lora.adapts(linear.path) for linear in shape.linears) if lora else 0
+    rows = lora.rank * adapted / shape.layers if lora else 0.0
+    return norms + itemsize * (attention + 4 * shape.mlp + rows)
