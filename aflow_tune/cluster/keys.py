@@ -1,15 +1,13 @@
 """Keys reach the workers in memory: from the command's environment to theirs, sealed.
 
-Ray logs the environment of a `runtime_env` in clear and shows it in its dashboard. So only names
-are known outside: of the variables that the configuration or the user's code names, and of the
-usual hubs and trackers. Before a worker imports any code of the user's it puts a public key of its
-own into the cluster's table (Ray's internal key-value store); the command answers with the keys,
-sealed for it, and both entries are deleted. A submitted job prints its public key instead
-(`jobs.py`). The processes of a Ray of our own have the command's environment anyway.
+Ray logs the environment of a `runtime_env` in clear and shows it in its dashboard. So before a
+worker imports any code of the user's it puts a public key of its own into Ray's internal key-value
+store; the command answers with the keys, sealed for it, and both entries are deleted. A submitted
+job prints its public key instead (`jobs.py`). A Ray of our own has the command's environment.
 
 Sealed is with X25519, HKDF-SHA256 and ChaCha20-Poly1305, with a key pair of the sender's that is
-used once. Who can read or change the cluster's storage learns nothing from it, but who can change
-what a job prints could put a key of their own there: the job server's token guards that.
+used once. Who can read or change the cluster's storage learns nothing from it; who can change what
+a job prints could put a key of their own there: the job server's token guards that.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import re
 import threading
@@ -46,7 +43,6 @@ if TYPE_CHECKING:
 VARIABLE = "AFLOW_TUNE_KEYS"
 """Environment variable of workers: the namespace of the run that has keys for them."""
 
-log = logging.getLogger("trinity")
 _TABLE = "aflow-tune"
 _WANTED, _SEALED = "/wanted", "/sealed"
 
@@ -86,10 +82,7 @@ _SECRET = re.compile(
 
 
 def names_of_keys(config: AflowConfig, code: Code) -> list[str]:
-    """Variables of this environment that the run's workers get, by name.
-
-    What belongs to a node (`PATH`, `HOME`, `CUDA_VISIBLE_DEVICES`, ...) is never among them.
-    """
+    """Variables of this environment that the run's workers get; never what belongs to a node."""
     external = config.model.external_model
     named = {*_USUAL, *code.variables, *_named_as_keys(config)}
     named |= {str(external.base_url_env)} if external.enable else set()
@@ -138,11 +131,7 @@ def handing_over(names: Sequence[str], namespace: str) -> Iterator[None]:
 
 
 def take_keys() -> None:
-    """In a worker: put the run's keys into its environment.
-
-    Raises:
-        TimeoutError: nobody answers within a minute.
-    """
+    """In a worker: put the run's keys into its environment. TimeoutError: nobody answers."""
     namespace = os.environ.get(VARIABLE)
     if not namespace:
         return
@@ -159,9 +148,8 @@ def take_keys() -> None:
 
 
 def _answer(held: dict[str, str], namespace: str, ended: threading.Event) -> None:
-    away = False
     while not ended.wait(_POLL_SECONDS):
-        try:
+        with contextlib.suppress(Exception):  # the head is away: the run tells, or it comes back
             for key in _internal_kv_list(_place(namespace), namespace=_TABLE):
                 name = key.decode()
                 public = _internal_kv_get(name, namespace=_TABLE)
@@ -170,11 +158,6 @@ def _answer(held: dict[str, str], namespace: str, ended: threading.Event) -> Non
                 _internal_kv_del(name, namespace=_TABLE)
                 answer = name.removesuffix(_WANTED) + _SEALED
                 _internal_kv_put(answer, seal(held, public.decode()), namespace=_TABLE)
-            away = False
-        except Exception as error:  # the head is away: the run itself will tell, or it comes back
-            if not away:
-                log.warning("keys cannot be handed over: %s", error)
-            away = True
 
 
 def _place(namespace: str) -> str:
@@ -187,18 +170,10 @@ class Receiver:
 
     def __init__(self) -> None:
         self._private = X25519PrivateKey.generate()
-
-    @property
-    def public(self) -> str:
-        """The public half in hexadecimal."""
-        return self._private.public_key().public_bytes_raw().hex()
+        self.public = self._private.public_key().public_bytes_raw().hex()
 
     def open(self, sealed: bytes) -> dict[str, str]:
-        """The keys by name.
-
-        Raises:
-            RunFailed: it was not sealed for this receiver, or was changed.
-        """
+        """The keys by name. RunFailed: it was not sealed for this receiver, or was changed."""
         sender = X25519PublicKey.from_public_bytes(sealed[:32])
         try:
             cipher = _cipher(self._private, sender, self.public)

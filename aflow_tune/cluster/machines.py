@@ -1,9 +1,8 @@
 """`aflow-tune cluster up|status|down`: a Ray that outlives commands, on one machine or several.
 
 On one machine it is `ray start`, on loopback and with a token, and `down` ends the processes of
-that Ray alone: `ray stop` would end every Ray of the user, running trainings among them. Several
-machines are Ray's own cluster launcher (`ray up`, `ray down`), from a Ray cluster YAML of the
-user's or from host names, for which the YAML of its on-premise provider is written.
+that Ray alone: `ray stop` would end every Ray of the user. Several machines are Ray's own launcher
+(`ray up`, `ray down`), from a Ray cluster YAML, which is written for host names.
 """
 
 from __future__ import annotations
@@ -39,15 +38,9 @@ YAML), `address` and `prefix` (what a command on a host begins with)."""
 
 
 def up_here(options: Sequence[str] = ()) -> Note:
-    """Start a Ray on this machine that later commands find by themselves.
-
-    Args:
-        options: further arguments of `ray start`, such as --num-cpus=4.
-
-    Raises:
-        BadInput: one runs already, or the machine has no place for its files.
-        RunFailed: it did not start.
-    """
+    """Start a Ray on this machine that later commands find by themselves. `options`: further
+    arguments of `ray start`. BadInput: one runs already, or the machine has no place for its files.
+    RunFailed: it did not start."""
     running = running_here()
     if running is not None:
         cure = "use it (`aflow-tune cluster status`), or end it first: `aflow-tune cluster down`"
@@ -76,22 +69,15 @@ def up_here(options: Sequence[str] = ()) -> Note:
     address = running_here()
     if started.returncode != 0 or address is None:
         end_session(session)
-        silent = "it started, but does not answer" if started.returncode == 0 else ""
-        raise did_not_start(silent or started.stderr or started.stdout, base)
+        raise did_not_start(started.stderr or started.stdout, base)
     url = f"http://127.0.0.1:{dashboard}"
     return _keep({"address": address, "dashboard": url, "session": session})
 
 
 def up_several(config: Path, environment: str | None = None) -> Note:
-    """Start the cluster of a Ray cluster YAML with `ray up`, whose output is shown.
-
-    Args:
-        environment: the virtual environment on every host, of a YAML that `hosts_yaml` wrote.
-
-    Raises:
-        BadInput: the YAML cannot be read.
-        RunFailed: `ray up` failed.
-    """
+    """Start the cluster of a Ray cluster YAML with `ray up`, whose output is shown. `environment`:
+    the virtual environment on every host, of a YAML that `hosts_yaml` wrote. BadInput: the YAML
+    cannot be read. RunFailed: `ray up` failed."""
     provider = read_cluster_yaml(config)["provider"] or {}
     make_token()
     print(f"ray up {config}", flush=True)
@@ -159,12 +145,8 @@ def hosts_yaml(
 
 
 def status(config: Path | None = None) -> str:
-    """What Ray says about the cluster: nodes, resources, what waits for them.
-
-    Raises:
-        BadInput: no Ray runs here, and no other cluster is known.
-        RunFailed: it does not answer.
-    """
+    """What Ray says about the cluster: nodes, resources, what waits for them. BadInput: no Ray runs
+    here, and no other cluster is known. RunFailed: it does not answer."""
     known, address = _known(), running_here()
     if config is None and address is None and known.get("config"):
         config = Path(known["config"])
@@ -183,12 +165,8 @@ def status(config: Path | None = None) -> str:
 
 
 def down(config: Path | None = None) -> str:
-    """End the cluster that `up` started; returns what was ended.
-
-    Raises:
-        BadInput: `up` started none, and none is named.
-        RunFailed: `ray down` failed, or processes are still there.
-    """
+    """End the cluster that `up` started; returns what was ended. BadInput: `up` started none, and
+    none is named. RunFailed: `ray down` failed, or processes are still there."""
     known = _known()
     if config is None and known.get("config"):
         config = Path(known["config"])
@@ -198,10 +176,9 @@ def down(config: Path | None = None) -> str:
         _note().unlink(missing_ok=True)
         return f"ended the cluster of {config}"
     if not known:
-        running = running_here()
-        found = f"the Ray at {running}, which something else started" if running else "none"
+        found = f"the Ray at {running}" if (running := running_here()) else "none"
         expected = "a Ray that `aflow-tune cluster up` started"
-        cure = "`ray stop` ends every Ray of yours on this machine" if running else "nothing to do"
+        cure = "`ray stop` ends every Ray of yours on this machine"
         raise BadInput.of("There is no cluster to end.", "this machine", expected, found, cure)
     processes = session_processes(known["session"])
     end_session(known["session"], processes)
@@ -225,11 +202,7 @@ def make_token() -> None:
 
 
 def read_cluster_yaml(path: Path) -> Mapping[str, Any]:
-    """A Ray cluster YAML.
-
-    Raises:
-        BadInput: it is missing, or is none.
-    """
+    """A Ray cluster YAML. BadInput: it is missing, or is none."""
     try:
         told = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(told, dict) and {"cluster_name", "provider"} <= told.keys():

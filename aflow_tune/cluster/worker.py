@@ -37,8 +37,8 @@ def set_up() -> None:
 
 
 def tell(needs: list[str], mark: str | None) -> dict[str, Any]:
-    """What is there on this node: our version, known clashes, which packages are missing, which of
-    the user's modules have a name that was taken, whether it sees a file."""
+    """What there is on this node: version and clashes of ours, packages that are missing, modules
+    of the user's whose name was taken, whether it sees a file."""
     clashes = known_clashes(installed_versions())
     return {
         "version": importlib.metadata.version("aflow-tune"),
@@ -51,9 +51,7 @@ def tell(needs: list[str], mark: str | None) -> dict[str, Any]:
 
 class RunOnNode:
     """The actor that starts one run of a sweep on its node, with the keys that this process has.
-
-    Its methods are called one after the other, in the worker's main thread: the run's parent.
-    """
+    Its methods are called in the worker's main thread, the run's parent."""
 
     def __init__(self) -> None:
         self._process: RunProcess | None = None

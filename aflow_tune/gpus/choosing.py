@@ -42,11 +42,8 @@ class Chosen:
 
 
 def wanted(value: Any) -> str | tuple[str, ...]:
-    """`auto`, or the devices named by a setting: numbers, `GPU:INSTANCE`, UUIDs.
-
-    Raises:
-        ValueError: it is neither; the message says what it is.
-    """
+    """`auto`, or the devices named by a setting: numbers, `GPU:INSTANCE`, UUIDs. ValueError: it is
+    neither; the message says what it is."""
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"
     entries = value.split(",") if isinstance(value, str) else value
@@ -80,11 +77,8 @@ def wanted_faults(value: Any, where: str) -> list[Fault]:
 
 
 def visible(now: Snapshot, environ: Mapping[str, str]) -> list[Device]:
-    """What CUDA would be given in this environment, in its order.
-
-    Raises:
-        BadInput: `CUDA_VISIBLE_DEVICES` numbers GPUs of several kinds in an unknown order.
-    """
+    """What CUDA would be given in this environment, in its order. BadInput: `CUDA_VISIBLE_DEVICES`
+    numbers GPUs of several kinds in an unknown order."""
     units, text = now.units(), environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return units
@@ -106,11 +100,8 @@ def visible(now: Snapshot, environ: Mapping[str, str]) -> list[Device]:
 
 
 def taken(device: Device, *, named: bool = False) -> str | None:
-    """Why a device is not free; None if it is.
-
-    Args:
-        named: whether the user named it: then what only draws on it does not count.
-    """
+    """Why a device is not free; None if it is. `named`: by the user; then what only draws on it
+    does not count."""
     if device.uuid is None:
         return "the driver does not tell its UUID"
     if (holder := holder_of(device.uuid)) is not None:
@@ -121,8 +112,7 @@ def taken(device: Device, *, named: bool = False) -> str | None:
             who = f" of {process.seen.user}" if process.seen is not None else ""
             return f"used by process {process.pid}{who}"
     if device.memory_used is None:
-        unknown = "the driver tells neither its processes nor its memory"
-        return unknown if device.processes is None else None
+        return "its processes and memory are unknown" if device.processes is None else None
     least = max(FREE_BYTES, FREE_SHARE * (device.memory_total or 0))
     if device.memory_used > least and not (named and device.processes):
         return f"{device.memory_used / 2**30:.1f} GiB of it are used by processes unseen"
@@ -167,9 +157,9 @@ def obstacles(value: Any, count: int | None, where: str) -> list[Fault]:
     return []
 
 
-def _had(device: Device, claims: Claims | None, *, named: bool = False) -> str | None:
-    """Claim a device; None, or why it could not be had."""
-    if (why := taken(device, named=named)) is not None:
+def _claim(device: Device, claims: Claims | None, *, named: bool = False) -> str | None:
+    """None, or why it could not be had."""
+    if why := taken(device, named=named):
         return why
     free = claims is None or claims.take(str(device.uuid))
     return None if free else "claimed by another run"
@@ -186,19 +176,18 @@ def _auto(
     for device in usable:
         if count is not None and len(got) == count:
             break
-        why = _had(device, claims)
-        if why is None:
-            got.append(device)
-        else:
+        if why := _claim(device, claims):
             reasons.append(f"GPU {device.label}: {why}")
+        else:
+            got.append(device)
     if len(got) < (count or 1):
         if len(usable) < len(reachable):
             reasons.append("instances of divided GPUs cannot serve this run")
         if len(reachable) < len(now.units()):
             reasons.append("CUDA_VISIBLE_DEVICES hides others")
-        found = "; ".join([f"{len(got)} free", *reasons])
-        fix = "wait, `aflow-tune gpus free DEVICE` ends processes of yours, or name devices: "
-        raise BadInput.of(_REFUSED, where, f"{count or 1} free GPUs", found, f"{fix}{_EXAMPLE}")
+        found, expected = "; ".join([f"{len(got)} free", *reasons]), f"{count or 1} free GPUs"
+        fix = f"wait, `aflow-tune gpus free DEVICE` ends processes of yours, or {_EXAMPLE}"
+        raise BadInput.of(_REFUSED, where, expected, found, fix)
     return got
 
 
@@ -227,12 +216,11 @@ def _named(
         elif device in got:
             why, fix = "named twice", "name it once"
         else:
-            why = _had(device, claims, named=True)
+            why = _claim(device, claims, named=True)
             fix = f"wait, `aflow-tune gpus free {device.label}` if the processes are yours, or to "
             fix += "share it leave physical_gpus out and set CUDA_VISIBLE_DEVICES"
-            if why is None:
-                got.append(device)
-        if why is not None:
+            got += [] if why else [device]
+        if why:
             expected = f"a free GPU of this machine ({there})"
             faults.append(Fault(where, expected, f"GPU {word}: {why}", fix))
     if not faults and len(got) > 1 and any(device.mig is not None for device in got):
@@ -258,7 +246,7 @@ def isolated(
         protected: processes that others' `gpus free` leaves alone meanwhile.
 
     Raises:
-        BadInput: not to be had, or too late: CUDA is in use in this process.
+        BadInput: as `choose`, or CUDA is in use in this process already.
     """
     if _cuda_is_in_use():
         fix = "start Python anew (a notebook: restart its kernel), and call tune() first"

@@ -42,7 +42,6 @@ class Holder:
     protected: list[int] = field(default_factory=list)
 
     def words(self) -> str:
-        """For people."""
         return f"run {printable(self.run)[:80]} of {user_name(self.uid)} (pid {self.pid})"
 
 
@@ -54,11 +53,7 @@ class Claims:
         self._descriptors: list[int] = []
 
     def take(self, uuid: str) -> bool:
-        """Claim a device; False if another run holds it.
-
-        Raises:
-            OSError: the lock file cannot be used.
-        """
+        """Claim a device; False if another run holds it. OSError: the file cannot be used."""
         descriptor = _locked(_path(uuid), _TAKE_SECONDS)
         if descriptor is None:
             return False
@@ -68,7 +63,6 @@ class Claims:
         return True
 
     def release(self) -> None:
-        """Let go of all."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
@@ -76,10 +70,7 @@ class Claims:
 @contextlib.contextmanager
 def in_turn() -> Iterator[None]:
     """Only one run at a time chooses: two that each got half of what they need would both fail.
-
-    Raises:
-        TimeoutError: another one has been choosing for 30 s.
-    """
+    TimeoutError: another one has been choosing for 30 s."""
     path = _path("choosing")
     descriptor = _locked(path, _TURN_SECONDS)
     if descriptor is None:

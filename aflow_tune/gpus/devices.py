@@ -1,9 +1,7 @@
 """The GPUs at one moment, as the driver tells it through NVML (`pynvml`, of nvidia-ml-py).
 
-A device, a driver or a container answers only some of NVML's questions, and which ones differs from
-machine to machine: what the driver will not say is None, never an error and never zero. A `Device`
-is a GPU or, under a GPU that is divided (MIG), one of its instances. Memory is in bytes, shares are
-from 0 to 1. Reading takes a few milliseconds a GPU and changes nothing.
+What the driver will not say is None, never an error and never zero. A `Device` is a GPU or, under a
+GPU that is divided (MIG), one of its instances. Memory is in bytes, shares are from 0 to 1.
 """
 
 from __future__ import annotations
@@ -21,18 +19,10 @@ from aflow_tune.gpus.claims import holder_of
 from aflow_tune.gpus.processes import Seen, look, printable
 
 _CHECK = "check with `nvidia-smi`"
-_FIXES = {  # by nvmlReturn_t in nvml.h
-    4: ("this user may not talk to the NVIDIA driver", "check `ls -l /dev/nvidia*`, `nvidia-smi`"),
-    9: ("the NVIDIA driver is installed but not loaded", f"`modprobe nvidia`; {_CHECK}"),
-    12: (
-        "there is no NVIDIA driver here (libnvidia-ml.so.1 is not found)",
-        f"install it and {_CHECK}; start a container with the GPUs (`docker run --gpus all`)",
-    ),
-    18: (
-        "the NVIDIA driver was updated while its older kernel module is loaded",
-        f"restart the machine (in a container: start the container anew); {_CHECK}",
-    ),
-}
+_NO_DRIVER = (  # nvmlReturn_t 12 in nvml.h
+    "there is no NVIDIA driver here (libnvidia-ml.so.1 is not found)",
+    f"install it and {_CHECK}; start a container with the GPUs (`docker run --gpus all`)",
+)
 _ABSENT = (None, 3, 6, 13)
 """Not supported, not found, no such function; without a number it is the bindings' own."""
 _LISTS = (
@@ -76,10 +66,6 @@ class _Nvml:
             absent = getattr(error, "value", None) in _ABSENT
             return None, "" if absent else str(error) or type(error).__name__
 
-    def watts(self, name: str, handle: Any) -> float | None:
-        value = self.ask(name, handle)
-        return None if value is None else value / 1000
-
     def text(self, name: str, *arguments: Any) -> str | None:
         value = self.ask(name, *arguments)
         value = value.decode(errors="replace") if isinstance(value, bytes) else value
@@ -98,21 +84,14 @@ class _Nvml:
 @contextlib.contextmanager
 def _opened() -> Iterator[_Nvml]:
     """The bindings for the block. May be nested and used from several threads: NVML counts.
-
-    Raises:
-        NvmlUnavailable: no bindings, no driver, or a driver that refuses.
-    """
-    try:
-        pynvml = importlib.import_module("pynvml")  # has no types
-    except ImportError:
-        reason, fix = "the package nvidia-ml-py is not installed", "pip install nvidia-ml-py"
-        raise NvmlUnavailable(reason, fix) from None
+    NvmlUnavailable: no driver, or one that refuses."""
+    pynvml = importlib.import_module("pynvml")  # has no types
     nvml = _Nvml(pynvml)
     try:
         pynvml.nvmlInit()
     except nvml.errors as error:
-        known = _FIXES.get(getattr(error, "value", -1))
-        raise NvmlUnavailable(*(known or (str(error), _CHECK))) from None
+        absent = getattr(error, "value", None) == 12
+        raise NvmlUnavailable(*(_NO_DRIVER if absent else (str(error), _CHECK))) from None
     try:
         yield nvml
     finally:
@@ -133,12 +112,19 @@ class GpuProcess:
     def to_json(self, owner: int | None = None) -> dict[str, Any]:
         """`owner`: the user id whose processes are `own`."""
         seen = self.seen
-        told = {"pid": self.pid, "kinds": list(self.kinds), "memory": self.memory}
-        told |= {"visible": seen is not None, "user": seen and seen.user}
-        told |= {"uid": seen and seen.uids[0], "program": seen and seen.program}
-        told["own"] = seen is not None and owner is not None and set(seen.uids) == {owner}
-        told |= {"command": seen and seen.command, "since": seen and seen.since}
-        return {**told, "container": seen and seen.in_container}
+        return {
+            "pid": self.pid,
+            "kinds": list(self.kinds),
+            "memory": self.memory,
+            "visible": seen is not None,
+            "user": seen and seen.user,
+            "uid": seen and seen.uids[0],
+            "program": seen and seen.program,
+            "own": seen is not None and owner is not None and set(seen.uids) == {owner},
+            "command": seen and seen.command,
+            "since": seen and seen.since,
+            "container": seen and seen.in_container,
+        }
 
 
 @dataclass(frozen=True)
@@ -176,7 +162,6 @@ class Device:
         return str(self.index) if self.mig is None else f"{self.index}:{self.mig}"
 
     def to_json(self, owner: int | None = None) -> dict[str, Any]:
-        """Plain JSON values; instances nested."""
         told = {"device": self.label, **vars(self)}
         del told["index"], told["mig"]
         if self.processes is not None:
@@ -213,17 +198,12 @@ class Snapshot:
         return found[0] if len(found) == 1 else None
 
     def to_json(self, owner: int | None = None) -> dict[str, Any]:
-        """Plain JSON values."""
         devices = [device.to_json(owner) for device in self.devices]
         return {**vars(self), "devices": devices}
 
 
 def snapshot() -> Snapshot:
-    """All GPUs, with their processes.
-
-    Raises:
-        NvmlUnavailable: there is no driver to ask.
-    """
+    """All GPUs, with their processes. NvmlUnavailable: there is no driver to ask."""
     with _opened() as nvml:
         count, why = nvml.ask_or_why("nvmlDeviceGetCount")
         if count is None:  # unknown is not none
@@ -240,12 +220,7 @@ def snapshot() -> Snapshot:
 
 def use_and_memory(uuids: list[str]) -> dict[str, tuple[float | None, int | None]]:
     """UUID to (share in use, bytes used) of some devices; those that do not answer are left out.
-
-    Instances of a divided GPU have no share of their own: theirs is None.
-
-    Raises:
-        NvmlUnavailable: there is no driver to ask.
-    """
+    Instances of a divided GPU have no share: None. NvmlUnavailable: there is no driver to ask."""
     found = {}
     with _opened() as nvml:
         for uuid in uuids:
@@ -258,7 +233,7 @@ def use_and_memory(uuids: list[str]) -> dict[str, tuple[float | None, int | None
 def _gpu(nvml: _Nvml, index: int) -> Device:
     handle, why = nvml.ask_or_why("nvmlDeviceGetHandleByIndex", index)
     if handle is None:
-        return Device(index, "unknown", None, problem=why or "the driver does not know it")
+        return Device(index, "unknown", None, problem=why or "unknown to the driver")
     mode = nvml.ask("nvmlDeviceGetMigMode", handle)
     if not mode or mode[0] != 1:
         return _device(nvml, handle, index)
@@ -285,6 +260,8 @@ def _device(nvml: _Nvml, handle: Any, index: int, mig: int | None = None) -> Dev
     processes, why = _processes(nvml, handle)
     uuid = nvml.text("nvmlDeviceGetUUID", handle)
     holder = holder_of(uuid) if uuid else None
+    power = nvml.ask("nvmlDeviceGetPowerUsage", handle)
+    limit = nvml.ask("nvmlDeviceGetEnforcedPowerLimit", handle)
     return Device(
         index=index,
         mig=mig,
@@ -294,8 +271,8 @@ def _device(nvml: _Nvml, handle: Any, index: int, mig: int | None = None) -> Dev
         memory_used=used,
         use=nvml.use(handle),
         temperature_c=nvml.ask("nvmlDeviceGetTemperature", handle, 0),
-        power_w=nvml.watts("nvmlDeviceGetPowerUsage", handle),
-        power_limit_w=nvml.watts("nvmlDeviceGetEnforcedPowerLimit", handle),
+        power_w=None if power is None else power / 1000,
+        power_limit_w=None if limit is None else limit / 1000,
         processes=processes,
         processes_unknown=why,
         claimed=None if holder is None else holder.words(),

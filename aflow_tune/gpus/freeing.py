@@ -88,8 +88,6 @@ def free(
     spared = {p: refused.get(p, "it was not named") for p in _listed(named) if p not in chosen}
     for device in named:
         say(f"GPU {device.label} {device.name}" + (f", {device.claimed}" if device.claimed else ""))
-        if device.processes is None:
-            say(f"  its processes are unknown: {device.processes_unknown}")
     for seen in alive:
         say(f"to be ended: {process_line(listed[seen.pid])}")
     for pid, why in spared.items():
@@ -111,17 +109,15 @@ def free(
     if left:
         say(f"still on these GPUs: {', '.join(map(str, sorted(left)))}")
     known = all(device and device.processes is not None for device in after)
+    if not known:
+        say("who is on these GPUs cannot be told")
     return Freed(outcomes, spared, gone == {*outcomes} and not left and known)
 
 
 def end(
     processes: Iterable[Seen], guard: Guard, grace: float, say: Callable[[str], None]
 ) -> dict[int, str]:
-    """SIGTERM, a wait of `grace` seconds, SIGKILL; what became of each, by its number.
-
-    Returns:
-        'ended', 'killed', 'left alone: WHY' or 'still there: WHY'. Only the first two are gone.
-    """
+    """SIGTERM, a wait of `grace` seconds, SIGKILL; outcomes as in `Freed`."""
     outcome: dict[int, str] = {}
     asked = _signal(processes, guard, signal.SIGTERM, outcome)
     if asked:

@@ -91,11 +91,7 @@ def printable(text: str) -> str:
 
 
 def invoking_user() -> int:
-    """The id of the user who typed the command.
-
-    Raises:
-        BadInput: `SUDO_UID` is no user id, so that nobody can tell.
-    """
+    """The id of the user who typed the command. BadInput: `SUDO_UID` is no user id."""
     text = os.environ.get("SUDO_UID")
     if os.geteuid() != 0 or os.getuid() != 0 or text is None:
         return os.getuid()

@@ -12,7 +12,6 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from aflow_tune.files import append_line
 from aflow_tune.gpus.devices import Device, GpuProcess, Snapshot, snapshot
@@ -78,16 +77,13 @@ def _device_lines(device: Device, indent: str = "") -> list[str]:
 
 
 def watch(interval: float, *, owner: int, log: Path | None = None, as_json: bool = False) -> None:
-    """Show the GPUs every `interval` seconds, until KeyboardInterrupt ends it (it returns).
+    """Show the GPUs every `interval` seconds until Ctrl-C. NvmlUnavailable: there is no driver to
+    ask (any more). OSError: the log cannot be written.
 
     Args:
         owner: the user whose processes are marked as own in JSON.
         log: a file to append a line of JSON to each time.
         as_json: print such lines instead of pictures.
-
-    Raises:
-        NvmlUnavailable: there is no driver to ask, or not any more.
-        OSError: the file cannot be written.
     """
     due = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):
@@ -112,12 +108,11 @@ def watch(interval: float, *, owner: int, log: Path | None = None, as_json: bool
 def logged(now: Snapshot, owner: int) -> str:
     """A snapshot as one line of JSON, without the arguments of commands."""
 
-    def without(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: without(v) for k, v in value.items() if k != "command"}
-        return [without(item) for item in value] if isinstance(value, list) else value
-
-    return json.dumps(without(now.to_json(owner)), ensure_ascii=False)
+    told = now.to_json(owner)
+    for device in (each for gpu in told["devices"] for each in (gpu, *gpu["instances"])):
+        for process in device["processes"] or ():
+            del process["command"]
+    return json.dumps(told, ensure_ascii=False)
 
 
 def append(path: Path, now: Snapshot, owner: int) -> None:
