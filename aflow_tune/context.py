@@ -4,9 +4,9 @@ One `RolloutContext` for each execution of a workflow is in a context variable: 
 tasks and `asyncio.to_thread`; a thread pool of the user's own starts without it. Outside of a
 rollout every function here checks its arguments and does nothing else.
 
-Which call is the latest is kept in scopes: one for the rollout, one for each `caller` block and one
-for each task that calls a model. A call is the latest of its own scope and of those around it, so
-parallel branches do not mix, and `asyncio.wait_for`, which starts a task, hides nothing.
+Which call is the latest is kept in scopes: of the rollout, of each `caller` block and of each task
+that calls a model. A call is the latest of its own scope and of those around it, so that parallel
+branches do not mix.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class _Block:
 
 class caller(_Block):
     """Attribute the model calls of a block, or of a function, to `name`. Names of nested blocks
-    join, as `plan/search`. ValueError: the name is not a text, or is empty."""
+    join: `plan/search`. ValueError: the name is not a text, or is empty."""
 
     def _inside(self, place: _Place) -> _Place:
         path = self.name if place.caller == DEFAULT_CALLER else f"{place.caller}/{self.name}"

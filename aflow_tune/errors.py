@@ -1,7 +1,7 @@
 """The errors a user can meet, and the exit code that each one ends the command with.
 
 Every refusal names the place, what was expected, what was found and what to do; several faults of
-one input are reported together. Anything else is a defect of ours and may show a traceback.
+one input are reported together. Anything else is a defect and shows a traceback.
 """
 
 from __future__ import annotations

@@ -108,8 +108,8 @@ def run_config(
 
 
 def resume_run(folder: Path, overrides: Sequence[str] = ()) -> TuneResult:
-    """Run the command once more that began the run in `folder`, with `overrides` added to it; a
-    stage's folder means its chain. Raises as `tune()`; BadInput: no command began a run there."""
+    """Run the command once more that began the run in `folder` (a stage's means its chain), with
+    `overrides` added. Raises as `tune()`; BadInput: no command began a run there."""
     from aflow_tune.runs.resume import command_of
 
     found = command_of(folder, overrides)
@@ -120,8 +120,7 @@ def resume_run(folder: Path, overrides: Sequence[str] = ()) -> TuneResult:
 def run_loaded(
     config: AflowConfig, workflow_func: Function | None, judge_func: Function | None
 ) -> TuneResult:
-    """Tune with a configuration that was read elsewhere, as a submitted job does. Raises as
-    `tune()`."""
+    """Tune with a configuration that was read elsewhere. Raises as `tune()`."""
     return _with_stop(lambda stop: _execute(config, workflow_func, judge_func, None, stop))
 
 
@@ -137,8 +136,7 @@ def dry_run_config(
     phase: Phase | None = None,
 ) -> DryRunResult:
     """Play one step of a configuration by a script on a tiny random model; nothing is kept.
-    Arguments as of `DryRunOptions`. BadInput: configuration, function, data or answers were
-    refused; nothing was started."""
+    Arguments as of `DryRunOptions`. BadInput: an input was refused."""
     tell = phase or (lambda text: print(f"dry run: {text} ...", flush=True))
 
     def work(stop: Stop) -> DryRunResult:
@@ -170,15 +168,13 @@ def harvest_config(
     out: Path | None = None,
     phase: Phase = print,
 ) -> HarvestSummary:
-    """Collect pairs of a problem and a graph that solves it, with the writer of a YAML.
+    """Collect pairs of a problem and a graph that solves it, with the writer of a YAML. Raises as
+    `run_harvest`.
 
     Args:
         sources, runs, limit: in place of those of the section `harvest`; None or empty: as
             there. Runs are a source beside the others.
         out: where the pairs go; None: `harvested/sft.jsonl` in the run folder.
-        phase: told what is going on.
-
-    Raises as `run_harvest`, and BadInput: the configuration was refused.
     """
 
     def work(stop: Stop) -> HarvestSummary:
@@ -211,8 +207,8 @@ def harvest_config(
 
 def sweep_config(request: Request, *, ray: str | None = None, phase: Phase = print) -> Ended:
     """Try a configuration with other settings; returns the table of the trials. Raises as
-    `run_sweep`. `ray`: the address of the Ray that runs are started through, in place of the
-    configuration's, or `none`: processes of this machine."""
+    `run_sweep`. `ray`: the address of the Ray to start runs through in place of the
+    configuration's, or `none`."""
 
     def work(stop: Stop) -> Ended:
         from aflow_tune.sweeps.sweep import run_sweep
@@ -246,25 +242,18 @@ def _execute(
 
 
 def _with_stop(work: Callable[[Stop], T]) -> T:
-    """Run `work` so that Ctrl-C and SIGTERM ask it to stop and a second one ends it at once, with
-    the logs of libraries off the terminal. Inside a running event loop (a notebook) it gets a
-    thread of its own; there the interrupt arrives in this thread as an exception."""
+    """Run `work` so that Ctrl-C and SIGTERM ask it to stop and a second one ends it at once. Inside
+    a running event loop (a notebook) it gets a thread of its own; there the interrupt arrives in
+    this thread as an exception."""
+    from aflow_tune.config.quiet import quiet
+
+    quiet()
     asked = threading.Event()
-
-    def quietly() -> T:
-        from aflow_tune.config.quiet import quiet
-
-        quiet()
-        return work(asked.is_set)
-
-    in_loop = False
-    with contextlib.suppress(RuntimeError):
-        in_loop = bool(asyncio.get_running_loop())
-    if not in_loop:
+    if asyncio._get_running_loop() is None:
         with _signals(asked):
-            return quietly()
+            return work(asked.is_set)
     with ThreadPoolExecutor(1, "aflow-tune") as pool:
-        future = pool.submit(quietly)
+        future = pool.submit(work, asked.is_set)
         while not future.done():
             try:
                 wait([future], timeout=0.5)

@@ -7,8 +7,8 @@
       lessons/ID.jsonl      what one teacher answered
 
 The first two appear whole, when the harvest is done; the others grow, and the same command goes on
-from them. Problems that also stand in a held-out task set, exactly or nearly, are dropped before
-anything is asked. What is tried and what is kept is decided in `aflow_tune.harvest`.
+from them. Problems that are also held out are dropped before anything is asked. What is tried and
+what is kept is decided in `aflow_tune.harvest`.
 """
 
 from __future__ import annotations
@@ -54,16 +54,7 @@ PAIRS_FILE = "sft.jsonl"
 AT_ONCE_ON_PROCESSOR = 16
 _SLACK_SECONDS = 1.0
 """Whoever says `stop` because of `budget.wall_seconds` began to count a little earlier."""
-_DO = {
-    "untried": "is the executor running, and is its address right? See untried_by_reason",
-    "refused": "allow the operators that the graphs need (writer.operators), or raise "
-    "writer.max_calls",
-    "failed": "see failed_examples",
-    "wrong": "take an executor that can solve these problems, ask a teacher for other graphs, "
-    "or lower harvest.min_score",
-    "unscored": "see that rows and scorer fit each other",
-}
-"""What to do where most graphs ended so."""
+_OUTCOMES = ("untried", "refused", "failed", "wrong", "unscored")
 
 
 @dataclass(frozen=True)
@@ -84,13 +75,9 @@ def run_harvest(
     out: Path | None = None,
 ) -> HarvestSummary:
     """Harvest with a prepared configuration whose task sets are laid out, in a `folder` that the
-    caller holds; the pairs go to `out`, else into it.
-
-    Raises:
-        BadInput: rows, templates or models cannot be used.
-        Interrupted, BudgetReached: stopped; the same call goes on.
-        RunFailed: no graph solved a problem, or a file cannot be written.
-    """
+    caller holds; the pairs go to `out`, else into it. BadInput: rows, templates or models cannot be
+    used. Interrupted, BudgetReached: stopped; the same call goes on. RunFailed: no graph solved a
+    problem, or a file cannot be written."""
     pairs, limit = out or folder / PAIRS_FILE, config.budget.wall_seconds
     deadline = float("inf") if limit is None else time.monotonic() + limit
     kept = f"What was tried is kept in {folder}. The same command goes on from there."
@@ -122,14 +109,12 @@ def run_harvest(
 
 def _why_nothing(counts: Mapping[str, Any]) -> str:
     if not counts["problems"]:
-        why = f"there is no problem left: {counts['leaks']} stand in a held-out task set too"
-        return f"{why}. Give the training task set rows of its own."
-    most = max(_DO, key=lambda name: counts[name])
-    if not counts[most]:
+        return f"no problem is left: {counts['leaks']} stand in a held-out task set too"
+    shown = ", ".join(f"{counts[name]} {name}" for name in _OUTCOMES if counts[name])
+    if not shown:
         return "there was no graph to try. Add a source to harvest.sources."
-    shown = ", ".join(f"{counts[name]} {name}" for name in _DO if counts[name])
     examples = [*counts["untried_by_reason"], *counts["failed_examples"]][:1]
-    return "\n".join([f"no graph solved a problem ({shown})", *examples, f"do: {_DO[most]}"])
+    return "\n".join([f"no graph solved a problem ({shown})", *examples, f"see {COUNTS_FILE}"])
 
 
 async def _harvest(
@@ -161,8 +146,6 @@ async def _harvest(
     with use_policy(config.sandbox), use_prompts(config.prompts), spend.open():
         async with LocalModels() as local, AsyncExitStack() as stack:
             trials, lessons = _journals(config, folder, workflow, roles)
-            if trials.entries or lessons.entries:
-                phase(f"going on: {len(trials.entries)} graphs were tried by an earlier command")
             auxiliary: dict[str, Any] = {}
             at_once = config.local.max_batch
             if problems and roles & {model.name for model in config.explorer.auxiliary_models}:

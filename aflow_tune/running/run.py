@@ -78,8 +78,7 @@ class Run:
         """The stage that began from this run's result, which therefore must stay as it is."""
 
     def prepare(self) -> None:
-        """Check the functions, settle the engine and every setting. BadInput: with every fault of
-        the functions, of the settings or of the data."""
+        """Check the functions, settle the engine and every setting. BadInput: with every fault."""
         if self.workflow_func is not None and needs_workflow(self.config):
             check_functions(self.workflow_func, self.judge_func)
         check_run_prompts(self.config)
@@ -131,9 +130,7 @@ class Run:
                 yield
             except BaseException as error:
                 if self.state.status == "running":  # it ended before it was under way
-                    stopped = isinstance(error, (Interrupted, KeyboardInterrupt))
-                    status = "interrupted" if stopped else "failed"
-                    self._write_end(status, str(error) or type(error).__name__)
+                    self._write_end("failed", str(error) or type(error).__name__)
                 raise
 
     def _rewind(self) -> None:
@@ -146,8 +143,8 @@ class Run:
 
     def execute(self, stop: Stop) -> TuneResult:
         """Run to the target on the chosen engine, and report. RunFailed: the target was not
-        reached, or the last checkpoint does not load. Interrupted, BudgetReached: `stop` or a limit
-        said so; the state is saved."""
+        reached, or the last checkpoint does not load. Interrupted, BudgetReached: the state is
+        saved."""
         self.spend = spend_of(self.config)
         limit = self.config.budget.wall_seconds
         deadline = None if limit is None else time.monotonic() + limit
@@ -247,9 +244,7 @@ class Run:
             return
         at = f"at step {reached} of {self.target}"
         if stopped or spent:
-            rest = f"; the state of step {saved[-1].step if saved else 0} is saved in "
-            rest += f"{self.run_dir}. The same command resumes from there."
-            raise self._ended_early(stopped, f" {at}{rest}")
+            raise self._ended_early(stopped, f" {at}. {self._left()}")
         raise RunFailed(f"the trainer ended {at}. Logs: {self.run_dir / 'log'}")
 
     def _ended_early(self, stopped: bool, rest: str) -> Interrupted | BudgetReached:
@@ -259,16 +254,14 @@ class Run:
 
     def _left(self) -> str:
         """What the run folder holds, and what the same command would do with it."""
-        saved, kept = checkpoints(self.run_dir), "What was finished is kept"
-        if self.target and not saved:
-            return f"No step was saved in {self.run_dir}; the same command begins again."
+        kept = "What was finished is kept"
         if self.target:
-            kept = f"The state of step {saved[-1].step} of {self.target} is saved"
+            saved = checkpoints(self.run_dir)
+            kept = f"The state of step {saved[-1].step if saved else 0} is saved"
         return f"{kept} in {self.run_dir}; the same command resumes from there."
 
     def _write_end(self, status: str, error: str | None = None) -> None:
-        """Write down how the run ended. RunFailed: it could not be written, and the run would have
-        been called finished."""
+        """RunFailed: it could not be written, and the run would have been called finished."""
         saved = checkpoints(self.run_dir)
         if error is not None and len(error) > MAX_ERROR:  # its first line says what, its last why
             error = f"{error[: MAX_ERROR // 2]}\n...\n{error[-MAX_ERROR // 2 :]}"
@@ -361,12 +354,9 @@ _MEASURED_BY = (
 class BenchRun(_Stepless):
     """`mode: bench`: evaluates a model on held-out tasks, trains nothing.
 
-    Which weights is Trinity's rule: the model of `model.model_path`, and every checkpoint of the
-    run folder; with `explorer.eval_on_startup: false` the checkpoints only, with
-    `explorer.bench_on_latest_checkpoint: true` the newest one only. On `engine: trinity` Trinity's
-    own benchmark runs.
-
-    An evaluation that was broken off goes on from its last record. In the folder of a training run
+    Which weights is Trinity's rule: the model of `model.model_path` (unless
+    `explorer.eval_on_startup: false`) and every checkpoint of the run folder, or with
+    `explorer.bench_on_latest_checkpoint: true` the newest one only. In the folder of a training run
     the bench is a guest: it adds what that run did not evaluate and leaves its state alone.
     """
 
@@ -460,10 +450,9 @@ class BenchRun(_Stepless):
         metrics: dict[str, float] = {}
         for name, steps in load_evaluations(self.run_dir).items():
             if (found := steps.get(step)) is not None:
-                means = {"score": found.interval()}
-                means |= {metric: found.metric_interval(metric) for metric in found.metric_names()}
                 metrics[f"eval/{name}/finished_task_count"] = float(found.items)
-                for metric, mean in means.items():
+                means = {metric: found.metric_interval(metric) for metric in found.metric_names()}
+                for metric, mean in ({"score": found.interval()} | means).items():
                     if mean is not None:
                         metrics[f"eval/{name}/{metric}/mean"] = mean.mean
         monitor = make_monitor(self.config, self.config.explorer.name)
@@ -479,8 +468,7 @@ class BenchRun(_Stepless):
         wanted = [(name, step) for name in names for step in self._weights()]
         missing = [f"{one[0]} at step {one[1]}" for one in wanted if one not in self._done]
         if missing and (stopped or spent):
-            rest = f"; every finished rollout is kept in {self.run_dir}. The same command goes on."
-            raise self._ended_early(stopped, rest)
+            raise self._ended_early(stopped, f". {self._left()}")
         if missing:
             raise RunFailed(f"not evaluated to the end: {', '.join(missing)}")
         for name, step in wanted:

@@ -5,10 +5,9 @@ by held-out score on top of them. With Ray the trainer is a step ahead of the ev
 checkpoint whose evaluation is still to come waits for it.
 
 `aflow-tune runs clean` keeps what a resume, a longer run and `export --checkpoint best|last` need.
-What a kill left half-written and what was set aside as damaged goes. Where a checkpoint that would
-stay is damaged, all stay: a resume would go back to an earlier one. Never touched: a run that is
-going on here or may go on elsewhere, links, folders without a state file of ours, and checkpoints
-that are not in our form, such as those of `engine: trinity`.
+Where a checkpoint that would stay is damaged, all stay: a resume would go back to an earlier one.
+Never touched: a run that is going on here or may go on elsewhere, links, folders without a state
+file of ours, and checkpoints that are not in our form, such as those of `engine: trinity`.
 """
 
 from __future__ import annotations
@@ -156,8 +155,7 @@ def kept_in_run(
     Args:
         keep_last: how many of the newest; 0: all.
         keep_best: how many of the best by held-out score, which may be among the newest.
-        eval_interval: of a run that goes on and evaluates every so many steps, some time after
-            their weights were saved; those stay if any best one does. None: nothing is to come.
+        eval_interval: of a run that goes on: every so many steps an evaluation may be to come.
     """
     if keep_last <= 0:
         return dict.fromkeys(steps, "all are kept")

@@ -94,8 +94,8 @@ def new_state(
 
 
 def read_stages(folder: Path) -> list[dict[str, Any]]:
-    """The stages that a chain's folder tells of, in their order; empty for any other folder.
-    BadInput: the file is no list of stages."""
+    """The stages of a chain's folder, in their order; empty for any other folder. BadInput: the
+    file is no list of stages."""
     path = folder / CHAIN_FILE
     try:
         stages = list(json.loads(path.read_text(encoding="utf-8"))["stages"])
@@ -119,9 +119,8 @@ def locked(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         if disk_fault(error) is not None:
             raise
-        title, expected = "This run folder cannot be written to.", "one that you may write to"
-        fix = "change its owner or mode, or choose another `checkpoint_root_dir` or `name=`"
-        raise BadInput.of(title, str(run_dir), expected, str(error), fix) from None
+        title, fix = "This run folder cannot be written to.", "choose another `name=`"
+        raise BadInput.of(title, str(run_dir), "one to write to", str(error), fix) from None
     with lock as file:
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
@@ -130,9 +129,9 @@ def locked(run_dir: Path) -> Iterator[None]:
                 break
             except OSError:
                 if time.monotonic() > deadline:
-                    title, fix = "Another command is using this run folder.", "another `name=`"
+                    title, fix = "Another command is using this run folder.", "wait for it, stop it"
                     told = "a folder that nobody is writing to", "a lock of a running command"
-                    fix = f"wait for it, stop it, or choose {fix}"
+                    fix = f"{fix}, or choose another `name=`"
                     raise BadInput.of(title, str(run_dir), *told, fix) from None
                 time.sleep(0.05)
         yield

@@ -1,8 +1,7 @@
 """Runs found below a folder, and what each has come to: state, step, best score, cost.
 
-Everything is read from small files: `run.json`, `chain.json`, the end of `metrics.jsonl`; records
-of evaluations only where the run has not summed them up itself when it ended (`summarise`).
-Whether a run is going on is decided by its lock alone: a process that was killed holds none.
+Everything is read from small files; records of evaluations only where the run has not summed them
+up itself when it ended (`summarise`). Whether a run is going on is decided by its lock alone.
 """
 
 from __future__ import annotations
@@ -130,16 +129,14 @@ def describe(path: Path) -> RunInfo:
         return RunInfo(path, State.UNREADABLE) if state is None else _run(path, state)
     except BadInput as error:
         why = f"{error.title} {error.faults[0].found}"
-    except OSError as error:
-        why = f"{error.strerror}: {error.filename}"
-    except (ValueError, TypeError, AttributeError) as error:  # a summary that is none of ours
-        why = f"its state is not in our form: {error}"
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # a summary that is not ours
+        why = f"its state cannot be read: {error}"
     return RunInfo(path, State.UNREADABLE, error=why)
 
 
 def summarise(run_dir: Path, repeat_times: int | None) -> dict[str, Any]:
     """What is kept in `run.json` so that a list need not read all records again: `scores` by step
-    and task set, `of` what they were read from, `usd` and `about` as in `RunInfo`. Empty where the
+    and task set, `of` what they were read from, `usd` and `about` as in `RunInfo`; empty where the
     records cannot be read. `repeat_times`: rollouts of each task in a training step."""
     try:
         usd, about = _cost(run_dir, repeat_times)
@@ -154,13 +151,13 @@ def _run(path: Path, state: RunState) -> RunInfo:
     if not is_locked(path):
         known = STATES.get(state.status, State.UNREADABLE)
         known = _unlocked(state.host) if known is State.RUNNING else known
-    errors = {
-        State.FAILED: state.error,
-        State.INTERRUPTED: state.error,
-        State.KILLED: "its process is gone, and had no time to say why",
-        State.ELSEWHERE: f"started on {state.host}: going on there, or killed",
-    }
-    ended = known in (State.FINISHED, State.FAILED, State.INTERRUPTED)
+    ended, error = known in (State.FINISHED, State.FAILED, State.INTERRUPTED), None
+    if known is State.KILLED:
+        error = "its process is gone, and had no time to say why"
+    elif known is State.ELSEWHERE:
+        error = f"started on {state.host}: going on there, or killed"
+    elif ended:
+        error = state.error
     if not ended or summary.get("of") != _signature(path):
         summary = summarise(path, state.fingerprint.get("algorithm.repeat_times"))
     usd = summary.get("usd")
@@ -180,7 +177,7 @@ def _run(path: Path, state: RunState) -> RunInfo:
         about=bool(summary.get("about")),
         started=state.started,
         changed=max(changed, state.started),
-        error=errors.get(known),
+        error=error,
         command=state.command,
         host=state.host,
     )
@@ -251,15 +248,14 @@ def _last_step(run_dir: Path) -> tuple[int, float]:
 
 
 def _cost(run_dir: Path, repeat_times: int | None) -> tuple[float | None, bool]:
-    """US dollars, and whether that is an approximation. The account, kept where a run has
-    a limit, knows them exactly. Else the metrics of its training steps say it, without evaluations:
-    mean cost of a rollout by role x tasks x `repeat_times`."""
-    account = run_dir / ACCOUNT_FILE
+    """US dollars, and whether that is an approximation. The account, kept where a run has a limit,
+    knows them exactly; else mean cost of a rollout by role x tasks x `repeat_times`, over the
+    training steps."""
+    uri = f"{(run_dir / ACCOUNT_FILE).absolute().as_uri()}?mode=ro"
     with contextlib.suppress(sqlite3.Error):  # there is none, or it cannot be read now
-        uri = f"{account.absolute().as_uri()}?mode=ro"
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1.0)) as connection:
-            row = connection.execute("SELECT SUM(pico), SUM(unpriced) FROM spent").fetchone()
-        pico, unpriced = row
+            asked = connection.execute("SELECT SUM(pico), SUM(unpriced) FROM spent")
+            pico, unpriced = asked.fetchone()
         if pico is not None and (pico or not unpriced):
             return pico / PICO, bool(unpriced)
     try:
@@ -268,11 +264,12 @@ def _cost(run_dir: Path, repeat_times: int | None) -> tuple[float | None, bool]:
     except OSError:
         return None, False
     lines = {line.step: line.metrics for text in costly if (line := parse_line(text)) is not None}
-    total = 0.0
-    for metrics in lines.values():
-        rollouts = metrics.get("rollout/finished_task_count", 0.0) * (repeat_times or 1)
-        costs = [name for name in metrics if re.fullmatch("rollout/cost/.*/mean", name)]
-        total += rollouts * sum(metrics[name] for name in costs)
+    total = sum(
+        metrics.get("rollout/finished_task_count", 0.0) * (repeat_times or 1) * mean
+        for metrics in lines.values()
+        for name, mean in metrics.items()
+        if re.fullmatch("rollout/cost/.*/mean", name)
+    )
     return (total, True) if lines else (None, False)
 
 
@@ -286,7 +283,7 @@ def _score_name(run_dir: Path) -> str:
 
 
 def age(seconds_since_epoch: float) -> str:
-    """How long ago, in the largest unit that fits: `40 s`, `3 min`, `5 h`, `12 d`."""
+    """How long ago: `40 s`, `3 min`, `5 h`, `12 d`."""
     passed = max(0.0, time.time() - seconds_since_epoch)
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if passed >= 2 * size:

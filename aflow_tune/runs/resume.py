@@ -45,7 +45,7 @@ def command_of(folder: Path, overrides: Sequence[str] = ()) -> Command:
         expected, found = "the command that the run was started with", "none, such as after tune()"
         fix = "call tune() again, or type the same `aflow-tune CONFIG ...` again"
         raise BadInput.of(_TITLE, str(path), expected, found, fix) from None
-    fix = "put it back, or run `aflow-tune CONFIG` with the settings of its resolved.yaml"
+    fix = "put it back"
     faults = [
         Fault(str(place), "what the run was started with", "it is gone", fix)
         for place, there in ((config, config.is_file()), (cwd, cwd.is_dir()))
