@@ -57,7 +57,7 @@ class _Scope:
 
 @dataclass
 class _NextKey:
-    """A state key for one call. Copies of the context share it, so that one call takes it."""
+    """A state key for one call, which copies of the context share."""
 
     key: str
     before: _NextKey | None
@@ -73,7 +73,6 @@ class _Place:
     scope: _Scope | None = None
     block_key: str | None = None
     next_key: _NextKey | None = None
-    blocks: tuple[_Block, ...] = ()
 
 
 _place: ContextVar[_Place] = ContextVar("aflow_tune_place", default=_Place())  # noqa: B039
@@ -139,13 +138,12 @@ class _Block:
     def __enter__(self) -> None:
         if self._token is not None:
             raise RuntimeError("this block is open already: write `with ...(NAME)` each time")
-        place = _place.get()
-        self._token = _place.set(replace(self._inside(place), blocks=(*place.blocks, self)))
+        self._token = _place.set(self._inside(_place.get()))
 
     def __exit__(self, *error: object) -> None:
         token, self._token = self._token, None
-        if token is not None and any(block is self for block in _place.get().blocks):
-            with contextlib.suppress(ValueError):
+        if token is not None:
+            with contextlib.suppress(ValueError):  # closed in another context
                 _place.reset(token)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:

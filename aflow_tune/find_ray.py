@@ -170,11 +170,6 @@ _REFUSED = (
         "runtime_env, or export RAY_OVERRIDE_JOB_RUNTIME_ENV=1",
     ),
     (
-        "ersion mismatch",
-        "the same versions of Ray and Python here and on the cluster",
-        "use an environment with the cluster's versions, or `aflow-tune submit`",
-    ),
-    (
         "oken|nauthenticated|uthentication",
         "a token that the cluster takes",
         "copy the cluster's ~/.ray/auth_token here, or export RAY_AUTH_TOKEN=...; for a cluster "

@@ -60,13 +60,11 @@ class Code:
     """The user's modules by name: their files, or `__init__.py`."""
     folders: dict[Path, set[Path]] = field(default_factory=dict)
     """Folders that these are imported from; for each the packages and files in it that are."""
-    files: dict[Path, int] = field(default_factory=dict)
-    """Files that travel, with their sizes in bytes."""
+    files: set[Path] = field(default_factory=set)
     needs: dict[str, str] = field(default_factory=dict)
     """Installed top-level packages to where they are imported, `file:line`."""
     variables: set[str] = field(default_factory=set)
     """Environment variables of this process that the code names."""
-    faults: list[Fault] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def take(self, path: Path, stays: LeftOut) -> None:
@@ -74,7 +72,7 @@ class Code:
         found = files_below(path, stays) if path.is_dir() else [(path, path.stat().st_size)]
         for file, size in found:
             if os.access(file, os.R_OK) and str(file).isprintable() and size <= MOST_FILE_BYTES:
-                self.files[file] = size
+                self.files.add(file)
             else:
                 why = "it cannot be read, or is too large to travel"
                 self.warnings.append(f"{str(file)!a} stays here: {why}")
@@ -101,7 +99,8 @@ def gather(
     include: Iterable[Path] = (),
     stays: LeftOut | None = None,
 ) -> Code:
-    """What the modules of these dotted names need on another machine.
+    """What the modules of these dotted names need on another machine. BadInput: a path of `include`
+    is not there.
 
     Args:
         modules: `__main__` among them where functions of a script or a notebook are sent by value.
@@ -129,8 +128,8 @@ def gather(
         elif path.exists():
             code.take(path, stays)
         else:
-            fault = Fault(str(path), "a file or folder", "nothing there", "correct the path")
-            code.faults.append(fault)
+            title, found = "The code of this run cannot travel to the workers.", "nothing there"
+            raise BadInput.of(title, str(path), "a file or folder", found, "correct the path")
     return code
 
 
@@ -394,7 +393,7 @@ def arrived() -> Arrival | None:
 
 
 def is_submitted() -> bool:
-    """Whether this process is on a machine that the user's code was copied to."""
+    """Whether the user's code was copied to this process's machine."""
     return _arrived is not None and _arrived.base is not None
 
 

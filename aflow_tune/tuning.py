@@ -24,10 +24,7 @@ from aflow_tune.types import TuneResult
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
     from aflow_tune.config.validate import ValidationReport
-    from aflow_tune.dry_run.dry_run import DryRunResult
     from aflow_tune.running.harvesting import HarvestSummary
-    from aflow_tune.sweeps import Request
-    from aflow_tune.sweeps.sweep import Ended
 
 T = TypeVar("T")
 Function = Callable[..., Any]
@@ -88,7 +85,7 @@ def tune(
         )
         return _execute(config, workflow_func, judge_func, inline, stop)
 
-    return _with_stop(work)
+    return with_stop(work)
 
 
 def run_config(
@@ -104,48 +101,24 @@ def run_config(
         config.note_command(config_path, overrides, inline)
         return _execute(config, *functions_of(config), inline, stop)
 
-    return _with_stop(work)
+    return with_stop(work)
 
 
 def resume_run(folder: Path, overrides: Sequence[str] = ()) -> TuneResult:
     """Run the command once more that began the run in `folder` (a stage's means its chain), with
     `overrides` added. Raises as `tune()`; BadInput: no command began a run there."""
-    from aflow_tune.runs.resume import command_of
+    from aflow_tune.runs.folder import command_of
 
-    found = command_of(folder, overrides)
-    os.chdir(found.cwd)
-    return run_config(found.config, [*found.overrides, *overrides], inline=found.inline)
+    config, began, inline, cwd = command_of(folder, overrides)
+    os.chdir(cwd)
+    return run_config(config, [*began, *overrides], inline)
 
 
 def run_loaded(
     config: AflowConfig, workflow_func: Function | None, judge_func: Function | None
 ) -> TuneResult:
     """Tune with a configuration that was read elsewhere. Raises as `tune()`."""
-    return _with_stop(lambda stop: _execute(config, workflow_func, judge_func, None, stop))
-
-
-def dry_run_config(
-    config_path: Path,
-    overrides: Sequence[str] = (),
-    *,
-    answers: Path | None = None,
-    call_apis: bool = False,
-    tasks: int | None = None,
-    stage: str | None = None,
-    inline: bool = False,
-    phase: Phase | None = None,
-) -> DryRunResult:
-    """Play one step of a configuration by a script on a tiny random model; nothing is kept.
-    Arguments as of `DryRunOptions`. BadInput: an input was refused."""
-    tell = phase or (lambda text: print(f"dry run: {text} ...", flush=True))
-
-    def work(stop: Stop) -> DryRunResult:
-        from aflow_tune.dry_run.dry_run import DryRunOptions, dry_run
-
-        options = DryRunOptions(answers, call_apis, tasks, stage, inline)
-        return dry_run(config_path, list(overrides), options, tell, stop)
-
-    return _with_stop(work)
+    return with_stop(lambda stop: _execute(config, workflow_func, judge_func, None, stop))
 
 
 def validate_config(config_path: Path, overrides: Sequence[str] = ()) -> ValidationReport:
@@ -202,20 +175,7 @@ def harvest_config(
                 materialise_tasksets(config, folder)
                 return run_harvest(config, folder, stop, phase, workflow, out=out)
 
-    return _with_stop(work)
-
-
-def sweep_config(request: Request, *, ray: str | None = None, phase: Phase = print) -> Ended:
-    """Try a configuration with other settings; returns the table of the trials. Raises as
-    `run_sweep`. `ray`: the address of the Ray to start runs through in place of the
-    configuration's, or `none`."""
-
-    def work(stop: Stop) -> Ended:
-        from aflow_tune.sweeps.sweep import run_sweep
-
-        return run_sweep(request, ray=ray, stop=stop, say=phase)
-
-    return _with_stop(work)
+    return with_stop(work)
 
 
 def _execute(
@@ -241,7 +201,7 @@ def _execute(
             return run.execute(stop)
 
 
-def _with_stop(work: Callable[[Stop], T]) -> T:
+def with_stop(work: Callable[[Stop], T]) -> T:
     """Run `work` so that Ctrl-C and SIGTERM ask it to stop and a second one ends it at once. Inside
     a running event loop (a notebook) it gets a thread of its own; there the interrupt arrives in
     this thread as an exception."""

@@ -75,12 +75,11 @@ def prepare_submission(
     base = config.positions.base
     code, _ = code_of(config, functions, load_operators(config.operators, base).values())
     for file in _data_of(config, config_path):
-        size = file.stat().st_size
-        if size <= MOST_FILE_BYTES and not holds_keys(file.name):
-            code.files[file] = size
+        if file.stat().st_size <= MOST_FILE_BYTES and not holds_keys(file.name):
+            code.files.add(file)
         else:
             code.warnings.append(f"{file} does not travel: every node must see it where it is here")
-    if faults := [*code.faults, *_not_to_be_sent(config)]:
+    if faults := list(_not_to_be_sent(config)):
         raise BadInput("This run cannot be submitted.", faults)
     names = keys.names_of_keys(config, code)
     config.positions.file = os.path.relpath(config_path)
@@ -179,36 +178,29 @@ def _package_of(public: str) -> str:
 
 
 class Jobs:
-    """The jobs of one cluster.
-
-    Args:
-        address: the dashboard's, such as http://HEAD:8265, or that of the cluster. None: that of
-            RAY_API_SERVER_ADDRESS, of RAY_ADDRESS, or of the Ray that runs here.
-
-    Raises:
-        BadInput: no job server answers there, or it does not take our token.
-    """
+    """The jobs of one cluster. `address`: the dashboard's, such as http://HEAD:8265, or that of the
+    cluster. None: that of RAY_API_SERVER_ADDRESS, of RAY_ADDRESS, or of the Ray that runs here.
+    BadInput: no job server answers there, or it does not take our token."""
 
     def __init__(self, address: str | None = None) -> None:
         use_token()
         logging.getLogger("ray").setLevel(logging.WARNING)  # it tells of every upload
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"ray\.dashboard")
-        given = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
-        address = address or given or running_here()
-        if address is None:
-            raise _no_server("--address", "no Ray runs on this machine")
-        if re.fullmatch(r"[^/\s]+:\d+", address) and not answers(address):  # Ray tries for long
-            raise _no_server(address, "no Ray answers there")
-        # Ray lets RAY_ADDRESS win over the address that it is given.
-        names = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
-        held = {name: os.environ.pop(name) for name in names if name in os.environ}
+        names = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+        # Popped, as Ray lets them win over the address that it is given.
+        held = {name: os.environ.pop(name) for name in names if os.environ.get(name)}
+        address = address or next(iter(held.values()), None) or running_here()
         try:
+            if address is None:
+                raise ConnectionError("no Ray runs on this machine")
+            if re.fullmatch(r"[^/\s]+:\d+", address) and not answers(address):  # Ray tries for long
+                raise ConnectionError("no Ray answers there")
             if address.startswith(("http://", "https://")):
                 # Ray's client waits without end for what has the port and is silent.
                 requests.get(f"{address.rstrip('/')}/api/version", timeout=_ANSWER_SECONDS)
             self.client = JobSubmissionClient(address)
         except Exception as error:  # Ray's AuthenticationError has no base of its own
-            raise _no_server(address, " ".join(str(error).split())[:400]) from error
+            raise _no_server(address or "--address", " ".join(str(error).split())[:400]) from error
         finally:
             os.environ.update(held)
 

@@ -25,6 +25,7 @@ from aflow_tune.cluster._watchdog import alive, end_session, session_processes
 from aflow_tune.cluster.local_ray import did_not_start
 from aflow_tune.engines.local.models import cache_dir
 from aflow_tune.errors import BadInput, RunFailed
+from aflow_tune.files import write_json
 from aflow_tune.find_ray import make_ray_base, running_here, use_token
 
 PYTHON_VARIABLE = "AFLOW_TUNE_PYTHON"
@@ -105,7 +106,7 @@ def hosts_yaml(
     """
     if len(set(hosts)) < len(hosts):
         title, given = "A host is named twice.", " ".join(hosts)
-        raise BadInput.of(title, given, "each host once", given, "name each once")
+        raise BadInput.of(title, "hosts", "each host once", given, "name each once")
     with_token = _auth_mode() == "token"
     if with_token and os.environ.get("RAY_AUTH_TOKEN"):
         expected = "a token in a file, which is copied to the hosts by ssh"
@@ -158,9 +159,9 @@ def status(config: Path | None = None) -> str:
         cure = "aflow-tune cluster up, or name the YAML of a cluster elsewhere"
         title = "There is no cluster."
         raise BadInput.of(title, "this machine", "a Ray that answers", "none", cure)
-    lines = [f"address:   {address}", f"token:     {'used' if use_token() else 'none'}"]
-    if known.get("address") == address:
-        lines.append(f"dashboard: {known['dashboard']}")
+    dashboard = known["dashboard"] if known.get("address") == address else "unknown"
+    lines = [f"address:   {address}", f"dashboard: {dashboard}"]
+    lines.append(f"token:     {'used' if use_token() else 'none'}")
     return "\n".join([*lines, _run(["status", f"--address={address}"], shown=False).strip()])
 
 
@@ -266,6 +267,5 @@ def _known() -> Note:
 
 
 def _keep(note: Note) -> Note:
-    _note().parent.mkdir(parents=True, exist_ok=True)
-    _note().write_text(json.dumps(note), encoding="utf-8")
+    write_json(_note(), note)
     return note

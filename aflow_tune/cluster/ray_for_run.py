@@ -105,13 +105,10 @@ def code_of(
     }
     texts = [text for _, text, _ in pickletools.genops(content) if isinstance(text, str)]
     runs = [Path(config.checkpoint_root_dir)] if config.checkpoint_root_dir else []
-    in_job = shipping.is_submitted()
-    include = () if in_job else [Path(name).expanduser() for name in config.runtime_env.include]
+    named = [] if shipping.is_submitted() else config.runtime_env.include
+    include = [Path(name).expanduser() for name in named]
     stays = shipping.LeftOut(runs, config.runtime_env.exclude)
-    code = shipping.gather(modules, texts, include, stays)
-    if in_job:
-        code.faults.clear()
-    return code, content
+    return shipping.gather(modules, texts, include, stays), content
 
 
 def refuse_secrets(content: bytes, secrets: Mapping[str, str], where: str, cure: str) -> None:
@@ -161,18 +158,14 @@ def attached_ray(
     content: bytes,
     env_vars: Mapping[str, str],
 ) -> Iterator[None]:
-    """Join a running Ray for the block; afterwards nothing of the run is left there.
+    """Join a running Ray for the block; afterwards nothing of the run is left there. BadInput: it
+    cannot be joined, the code cannot travel or could be changed by other users of a node, or nodes
+    lack something.
 
     Args:
         content: the functions as they are sent.
         env_vars: plain environment of the workers. Ray logs it: never a place for keys.
-
-    Raises:
-        BadInput: it cannot be joined, the code cannot travel or could be changed by other users
-            of a node, or nodes lack something.
     """
-    if code.faults:
-        raise BadInput("The code of this run cannot travel to the workers.", code.faults)
     refuse_secrets(content, keys.secrets_of(config, code), "the functions", READ_INSIDE)
     greet(found)
     if not config.runtime_env.trust_users and (faults := open_sessions(found)):
@@ -247,13 +240,8 @@ def _on_nodes(
 def lacking_on_nodes(
     needs: Mapping[str, str], folder: Path | None, where: str, seconds: float = _ASK_SECONDS
 ) -> list[Fault]:
-    """What the nodes of the Ray that this process has joined lack for a run.
-
-    Args:
-        needs: top-level packages that must be installed, to the place that imports them.
-        folder: what every node must see; None: not asked.
-        where: the place of the setting that names the folder.
-        seconds: how long they are waited for.
+    """What the nodes of the Ray that this process has joined lack for a run: `needs` are top-level
+    packages, to the place that imports them; `folder`, named at `where`, is one that all must see.
     """
     here = importlib.metadata.version("aflow-tune")
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}

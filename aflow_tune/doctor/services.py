@@ -1,7 +1,7 @@
 """What is asked over the network: the endpoints of models about their keys, the hub about files.
 
-Keys are never shown; each endpoint is asked once, for its list of models, whatever number of roles
-use it. Of the hub nothing is fetched but descriptions.
+Keys are never shown; each endpoint is asked once for its list of models. Of the hub nothing is
+fetched but descriptions.
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ SECONDS = 6.0
 
 
 def check_keys(config: AflowConfig, *, ask: bool = True) -> list[Line]:
-    """Lines about the keys of every role of `models`, and of Trinity's own services.
-
-    Args:
-        ask: False: only whether the variables are set.
-    """
+    """Lines about the keys of every role of `models`, and of Trinity's own services. `ask`: the
+    endpoints, or only whether the variables are set."""
     lines, endpoints = [], dict[tuple[object, ...], dict[str, ModelSettings]]()
     for role, settings in config.models.items():
         faults = check_models({role: settings})
@@ -72,9 +69,7 @@ async def _ask(roles: Mapping[str, ModelSettings]) -> list[Line]:
     listing, where = await _listing(settings, role)
     who, key, variable = f"{_who(roles)}: {where}", _key(roles), key_variable(settings)
     if listing.access == "refused":
-        cure = f"export {variable}=...  # a key that this endpoint knows"
-        if variable is None:
-            cure = f"models: {{{role}: {{api_key_env: NAME}}}}, and export NAME=..."
+        cure = f"export {variable or 'NAME'}=..., the variable of models.{role}.api_key_env"
         return [fault("keys", f"{who} refuses {key} ({listing.reason})", cure, given=True)]
     if listing.access == "unreachable":
         cure = f"start the server, or correct models.{role}.base_url; or look at your network"
@@ -113,12 +108,8 @@ def _key(roles: Mapping[str, ModelSettings]) -> str:
 
 
 def check_hub(check: str, name: str, kind: str, *, ask: bool = True) -> list[Line]:
-    """Whether `name` can be fetched at the start of the run.
-
-    Args:
-        kind: 'model' or 'dataset'.
-        ask: False: the network is not to be used.
-    """
+    """Whether `name`, a 'model' or 'dataset', can be fetched at the start of the run. `ask`: the
+    hub, or nobody."""
     fetch = f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         found = f"{name}: not on this machine, and HF_HUB_OFFLINE forbids to fetch it"
@@ -142,9 +133,8 @@ def check_hub(check: str, name: str, kind: str, *, ask: bool = True) -> list[Lin
         return [fault(check, f"{name}: the hub knows no such {kind}", cure, given=True)]
     except Exception as error:  # the transport's own classes, which differ with the hub's client
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        cure = f"`{fetch}` where the hub can be reached, then name the folder; or set HF_ENDPOINT"
         found = f"{name}: not on this machine, and {api.endpoint} does not answer ({reason})"
-        return [fault(check, found, cure)]
+        return [fault(check, found, f"`{fetch}` where the hub can be reached; or set HF_ENDPOINT")]
     sizes = [file.size for file in told.siblings or [] if file.size is not None]
     amount = f" ({sum(sizes) / 1e9:.3g} GB)" if sizes else ""
     return [ok(check, f"{name}: on the hub{amount}; fetched at the start")]

@@ -120,16 +120,14 @@ def taken(device: Device, *, named: bool = False) -> str | None:
 
 
 def choose(value: Any, count: int | None, claims: Claims | None, where: str) -> Chosen:
-    """Claim the devices for a run, at once all or none.
+    """Claim the devices for a run. BadInput: there are not so many free ones, or a named one is
+    missing or taken.
 
     Args:
         value: the setting, free of `wanted_faults`.
         count: how many the run needs; None: all that are free (or named).
         claims: takes the locks; the caller releases them. None: only look.
         where: the place of the setting, for messages.
-
-    Raises:
-        BadInput: there are not so many free ones, or a named one is missing or taken.
     """
     try:
         with in_turn():
@@ -203,18 +201,14 @@ def _named(
     faults: list[Fault] = []
     there = ", ".join(each.label for each in now.units()) or "none"
     for word in words:
-        device, why, fix = now.find(word), None, _EXAMPLE
+        device, fix = now.find(word), _EXAMPLE
         if device is None:
-            why = "not there"
+            why: str | None = "not there"
         elif device.divided:
             parts = ", ".join(part.label for part in device.instances) or "none yet"
             why, fix = "divided (MIG): CUDA computes on instances only", f"name one of: {parts}"
-        elif device.problem is not None:
-            why = device.problem
-        elif device not in reachable:
-            why, fix = "CUDA_VISIBLE_DEVICES hides it", "unset CUDA_VISIBLE_DEVICES"
-        elif device in got:
-            why, fix = "named twice", "name it once"
+        elif device in got or device not in reachable:
+            why = device.problem or "named twice, or CUDA_VISIBLE_DEVICES hides it"
         else:
             why = _claim(device, claims, named=True)
             fix = f"wait, `aflow-tune gpus free {device.label}` if the processes are yours, or to "
@@ -238,22 +232,19 @@ def _named(
 def isolated(
     value: Any, count: int | None, *, run: str, protected: Iterable[int], where: str
 ) -> Iterator[Chosen]:
-    """Claim devices and let this process and what it starts see no others, for the block.
+    """Claim devices and let this process and what it starts see no others, for the block. BadInput:
+    as `choose`, or CUDA is in use in this process already.
 
     Args:
         value, count, where: as for `choose`.
         run: what others are told about who holds them.
         protected: processes that others' `gpus free` leaves alone meanwhile.
-
-    Raises:
-        BadInput: as `choose`, or CUDA is in use in this process already.
     """
     if _cuda_is_in_use():
-        fix = "start Python anew (a notebook: restart its kernel), and call tune() first"
-        expected = "a process that has not used CUDA yet"
+        expected, fix = "a process that has not used CUDA yet", "start Python anew, or its kernel"
         raise BadInput.of(_REFUSED, where, expected, "CUDA was used in this process before", fix)
     claims = Claims(run, protected)
-    before = dict[str, str | None]()
+    before: dict[str, str | None] = {}
     try:
         chosen = choose(value, count, claims, where)
         names = [str(d.uuid) if chosen.by_uuid else str(d.index) for d in chosen.devices]

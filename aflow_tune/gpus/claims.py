@@ -1,11 +1,8 @@
 """Which devices a run has claimed: a lock file for each, that ends with the run.
 
-The lock is the kernel's (`flock`), so whatever ends the process ends the claim; a file stays
-behind, but only a held lock counts. The files lie in one folder for all users of the machine and
-say who holds them, which is shown and otherwise not trusted. (`filelock` would empty them.)
-
-Not covered: containers with folders of their own, and other machines that see the same GPU. There
-only the driver's list of processes and its memory tell that a device is taken.
+The lock is the kernel's (`flock`), so whatever ends the process ends the claim. The files are for
+all users of the machine and say who holds them, which is shown and otherwise not trusted
+(`filelock` would empty them). Containers with folders of their own do not see the claims.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class _Nvml:
         self.errors = (library.NVMLError, mismatch, UnicodeDecodeError)  # a name that is no text
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        """The answer of a function; None where it is missing, unsupported or forbidden."""
+        """The answer; None where the function is missing, unsupported or forbidden."""
         return self.ask_or_why(name, *arguments)[0]
 
     def ask_or_why(self, name: str, *arguments: Any) -> tuple[Any, str]:
@@ -100,14 +100,13 @@ def _opened() -> Iterator[_Nvml]:
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that the driver lists on a device."""
+    """A process that the driver lists on a device. `kinds`: compute, graphics, or both. `seen`:
+    None where it cannot be seen from here, as the host's processes in a container."""
 
     pid: int
     kinds: tuple[str, ...]
-    """compute, graphics, or both."""
     memory: int | None
     seen: Seen | None
-    """None where it cannot be seen from here, as the host's processes in a container."""
 
     def to_json(self, owner: int | None = None) -> dict[str, Any]:
         """`owner`: the user id whose processes are `own`."""
@@ -136,7 +135,7 @@ class Device:
     name: str
     uuid: str | None
     mig: int | None = None
-    """Of the instance; None for a GPU."""
+    """Index of the instance; None for a GPU."""
     memory_total: int | None = None
     memory_used: int | None = None
     use: float | None = None
@@ -145,11 +144,10 @@ class Device:
     power_w: float | None = None
     power_limit_w: float | None = None
     processes: tuple[GpuProcess, ...] | None = None
-    """None where the driver does not say."""
     processes_unknown: str | None = None
     """Why `processes` is None."""
     divided: bool = False
-    """Whether the GPU is in MIG mode: then only its `instances` can compute."""
+    """In MIG mode, where only its `instances` can compute."""
     instances: tuple[Device, ...] = ()
     problem: str | None = None
     """Why nothing could be asked of it, as with a GPU that has fallen off the bus."""
@@ -172,14 +170,13 @@ class Device:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All GPUs at one moment."""
+    """All GPUs at one moment, in seconds since the epoch. `cuda`: the newest that the driver
+    supports."""
 
     time: float
-    """Seconds since the epoch."""
     host: str
     driver: str | None
     cuda: str | None
-    """The newest CUDA version that the driver supports."""
     devices: tuple[Device, ...] = ()
 
     def all(self) -> list[Device]:

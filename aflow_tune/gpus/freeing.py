@@ -1,9 +1,8 @@
 """Freeing devices: who is on them, who of those may be ended, and after a yes their end.
 
-Two ways to name processes: by number (`--pid`), where one that may not be ended refuses the whole
-request before anything happens, and by device, where only one's own on it are meant and the
-others are shown and left alone. Either way nothing is signalled before `confirm` said yes to the
-list, and nothing that was not on it; whether it may be is asked again right before each signal.
+By number (`--pid`) one that may not be ended refuses the whole request; by device only one's own on
+it are meant, and the others are shown and left alone. Nothing is signalled before `confirm` said
+yes to the list; whether it may be is asked again right before each signal.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ KILL_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Freed:
-    """What became of a request."""
+    """What became of a request. `outcomes`: process id to 'ended', 'killed', 'left alone: WHY' or
+    'still there: WHY'. `spared`: who was not touched, and why. `whole`: whether all that was named
+    is gone, and every named device is free of processes."""
 
     outcomes: dict[int, str]
-    """Process id to 'ended', 'killed', 'left alone: WHY' or 'still there: WHY'."""
     spared: dict[int, str]
-    """Processes on a named device that were not touched, and why."""
     whole: bool
-    """Whether all that was named is gone, and every named device is free of processes."""
 
 
 def free(
@@ -46,7 +44,8 @@ def free(
     confirm: Callable[[int], bool],
     say: Callable[[str], None] = print,
 ) -> Freed:
-    """End processes of one's own on GPUs.
+    """End processes of one's own on GPUs. BadInput: a device or process that is not there or may
+    not be ended; nothing was done. NvmlUnavailable: there is no driver to ask.
 
     Args:
         devices: labels or UUIDs; all of one's own processes on them are meant.
@@ -55,11 +54,6 @@ def free(
             running runs protect are added.
         grace: seconds between SIGTERM and SIGKILL.
         confirm: asked once, with the number of processes, after they were shown.
-        say: shows a line.
-
-    Raises:
-        BadInput: a device or process that is not there or may not be ended; nothing was done.
-        NvmlUnavailable: there is no driver to ask.
     """
     now = snapshot()
     by_word = {word: now.find(word) for word in devices}

@@ -1,6 +1,5 @@
 """One run from a loaded configuration to a proven result: a success only if the trainer reached its
-target and the last checkpoint loads. `Run` trains on rollouts; `MODES` names what the other modes
-do instead.
+target and the last checkpoint loads. `Run` trains on rollouts; `MODES` names the others.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -482,16 +481,7 @@ class BenchRun(_Stepless):
             super()._write_end(status, error)
 
 
-MODES: Mapping[str, type[Run]] = {
-    "both": Run,
-    "train": DataRun,
-    "bench": BenchRun,
-    "harvest": HarvestRun,
-    # Trinity's own, on its engines only.
-    "colocate": Run,
-    "explore": Run,
-    "serve": ServeRun,
-}
+MODES = {"train": DataRun, "bench": BenchRun, "harvest": HarvestRun, "serve": ServeRun}
 
 
 def make_run(

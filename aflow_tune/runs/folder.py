@@ -18,13 +18,14 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.errors import BadInput, disk_fault
+from aflow_tune.errors import BadInput, Fault, disk_fault
 from aflow_tune.files import write_json
 from aflow_tune.types import Checkpoint
 
@@ -80,7 +81,6 @@ def read_state(run_dir: Path) -> RunState | None:
 
 
 def write_state(run_dir: Path, state: RunState) -> None:
-    """Replace `run.json` atomically."""
     write_json(run_dir / RUN_FILE, asdict(state))
 
 
@@ -168,3 +168,47 @@ def remove_checkpoint(path: Path) -> None:
     doomed = path.with_name(f".{path.name}.removed-{os.getpid()}")
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def command_of(
+    folder: Path, overrides: Sequence[str] = ()
+) -> tuple[Path, list[str], bool | None, Path]:
+    """What began the run in `folder` (a stage's stands for its chain): `aflow-tune CONFIG
+    OVERRIDES...`, `inline`, and the folder that it was typed in. Running it again is the whole of
+    resuming. Settings that hold secrets were not written down and must be among the `overrides`.
+    BadInput: there is no run, no command began it (but `tune()`), its files are gone, or a secret
+    is missing."""
+    title, path = "This run cannot be resumed by its folder.", folder.expanduser().resolve()
+    if (path.parent / CHAIN_FILE).is_file():
+        path = path.parent
+    try:
+        if (path / CHAIN_FILE).is_file():
+            told = json.loads((path / CHAIN_FILE).read_text(encoding="utf-8"))["command"]
+        elif (state := read_state(path)) is not None:
+            told = state.command
+        else:
+            fix = "aflow-tune runs shows what there is"
+            raise BadInput.of(title, str(path), "a run folder", "no run.json there", fix)
+        config, cwd = Path(told["config"]), Path(told["cwd"])
+        began, inline = list(told["overrides"]), told["inline"]
+    except (KeyError, TypeError, JSONDecodeError):
+        expected, found = "the command that the run was started with", "none, such as after tune()"
+        fix = "call tune() again, or type the same `aflow-tune CONFIG ...` again"
+        raise BadInput.of(title, str(path), expected, found, fix) from None
+    faults = [
+        Fault(str(place), "what the run was started with", "it is gone", "put it back")
+        for place, there in ((config, config.is_file()), (cwd, cwd.is_dir()))
+        if not there
+    ]
+    given = {item.partition("=")[0] for item in overrides}
+    fix = "name it once more: aflow-tune runs resume DIR key=value"
+    faults += [
+        Fault(key, "a setting that holds a secret, which is kept nowhere", "it is not given", fix)
+        for key in told.get("secret", ())
+        if key not in given
+    ]
+    if faults:
+        raise BadInput(title, faults)
+    if told.get("renamed"):  # the command asked for a fresh folder, and would get another one now
+        began += [f"name={path.name}", "continue_from_checkpoint=true"]
+    return config, began, inline, cwd
