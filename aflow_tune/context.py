@@ -57,7 +57,7 @@ class _Scope:
 
 @dataclass
 class _NextKey:
-    """A state key for one call, which copies of the context share."""
+    """A state key for one call. Copies of the context share it."""
 
     key: str
     before: _NextKey | None
@@ -87,7 +87,6 @@ class RolloutContext:
     rewards: Any = None
     """The run's `sections.RewardsSection`, for the rewards of the package. None: the defaults."""
     kept: dict[str, Any] = field(default_factory=dict)
-    """What the workflow wants kept beside its reward, by name: see `keep`."""
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[RolloutContext]:
@@ -203,16 +202,15 @@ class state_key(_Block):
 
 
 def step_reward(value: float) -> None:
-    """Give the latest model call a reward of its own: the one that started last in the current task
-    or `caller` block, or in a task that was started from it. ValueError: the value is not a finite
-    number. RuntimeError: the rollout has made no model call yet."""
+    """Give a reward of its own to the model call that started last in the current task or `caller`
+    block, or in a task that was started from it. ValueError: the value is not a finite number.
+    RuntimeError: the rollout has made no model call yet."""
     reward = _number("step_reward", value)
     scope = _place.get().scope
-    if scope is None:
-        return
-    if scope.latest is None:
-        raise RuntimeError("step_reward() has no model call to belong to: call it after one")
-    scope.latest.step_reward = reward
+    if scope is not None:
+        if scope.latest is None:
+            raise RuntimeError("step_reward() has no model call to belong to: call it after one")
+        scope.latest.step_reward = reward
 
 
 def record_metrics(**metrics: float) -> None:

@@ -31,8 +31,7 @@ from aflow_tune.errors import BadInput, Fault
 
 _KEY = "cluster.ray_address"
 _ANSWER_SECONDS = 5.0
-_GREET_SECONDS = 20.0
-"""As long as Ray itself asks: a head that is just starting is met."""
+_GREET_SECONDS = 20.0  # as long as Ray itself asks
 _SILENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
 _WANTS_TOKEN = ("UNAUTHENTICATED", "PERMISSION_DENIED")
 
@@ -162,7 +161,7 @@ def handlers_kept() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-_REFUSED = (
+_REFUSED = (  # what Ray says, what was expected, and what to do
     (
         "Failed to merge",
         "a job whose own runtime_env leaves ours room",
@@ -182,7 +181,6 @@ _REFUSED = (
         "`cluster.ray_address=local` starts one for this run alone",
     ),
 )
-"""What Ray says, what was expected, and what to do."""
 
 
 def refused_connection(found: FoundRay, error: Exception) -> BadInput:
@@ -235,9 +233,7 @@ _SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/dash_TaskEven
 _PATH_BYTES = 107
 """The longest of those that Ray opens below its RAY_TMPDIR, and what the system takes."""
 _PLAIN = re.compile(r"[\w/.,+=@~-]+", re.ASCII)
-"""Nothing that has a meaning in the lists of paths and the command lines that Ray makes."""
-_UNMAPPED = 65534
-"""Who owns what belongs to users that a container does not know."""
+_UNMAPPED = 65534  # who owns what belongs to users that a container does not know
 
 
 def ray_base() -> Path:

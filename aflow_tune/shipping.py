@@ -30,12 +30,10 @@ from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
 
-VARIABLE = "AFLOW_TUNE_SHIPMENT"
-"""Environment variable: the bundle's name, to be found on `sys.path`, or a manifest's path."""
+VARIABLE = "AFLOW_TUNE_SHIPMENT"  # the bundle's name, on `sys.path`, or a manifest's path
 MANIFEST = "manifest.json"
 MAIN = "__main__"
 MOST_FILE_BYTES = 64 * 2**20
-"""A larger file is left out and named: weights and data sets belong on a shared path."""
 MOST_FOLDER_BYTES, MOST_FOLDER_FILES = 32 * 2**20, 2000  # up to here it travels whole
 
 _PREFIX, _FILES, _MARK = "aflow_tune_shipment_", "files", ".aflow-tune"
@@ -47,7 +45,6 @@ _INSTALLED = ("site-packages", "dist-packages")
 _OWN_FOLDERS = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
 _OWN_FOLDERS.append(Path(__file__).absolute().parent)
 _INSTALLED_FOLDERS = {*_OWN_FOLDERS, *(path.resolve() for path in _OWN_FOLDERS)}
-"""With links followed and not: an interpreter reached by a link names its modules by either."""
 _NEVER = (".*", *_KEYS, *_INSTALLED, "*.pyc", "*.egg-info", "node_modules", "__pycache__")
 _ENVIRONMENT_MARKS = {"pyvenv.cfg", "conda-meta"}
 
@@ -209,8 +206,7 @@ def _imports(file: Path, package: str, variables: set[str]) -> list[tuple[str, s
 def files_below(
     folder: Path, stays: LeftOut, above: frozenset[str] = frozenset()
 ) -> Iterator[tuple[Path, int]]:
-    """The files below a folder, with their sizes in bytes, without hidden ones, keys by their usual
-    names, virtual environments and caches."""
+    """The files below a folder, with their sizes in bytes, but for `_NEVER` and environments."""
     real = os.path.realpath(folder)
     if real in above:  # a link that leads back; one to a folder beside it is another name for that
         return
@@ -247,9 +243,8 @@ def find_module(name: str) -> ModuleSpec | None:
 
 def is_installed(path: Path) -> bool:
     """Whether this absolute path belongs to what is installed."""
-    if set(_INSTALLED) & set(path.parts):
-        return True
-    return any(path.is_relative_to(place) for place in _INSTALLED_FOLDERS)
+    below = any(path.is_relative_to(place) for place in _INSTALLED_FOLDERS)
+    return below or bool({*_INSTALLED} & {*path.parts})
 
 
 def holds_keys(name: str) -> bool:
@@ -258,7 +253,7 @@ def holds_keys(name: str) -> bool:
 
 
 def manifest_of(code: Code) -> bytes:
-    """What a worker has to know: top-level modules with their files, import folders, this one."""
+    """What `arrive` has to know."""
     importing = dict.fromkeys(Path(entry or ".").absolute() for entry in sys.path)
     own = [folder for folder in importing if folder.is_dir() and not is_installed(folder)]
     told = {
@@ -338,7 +333,6 @@ class Arrival(importlib.abc.MetaPathFinder):
     roots: list[str]
     cwd: str
     conflicts: list[str] = field(default_factory=list)
-    """Names that were imported from elsewhere before the shipment arrived."""
 
     def here(self, path: str) -> str:
         """Where a file or folder of the user's machine lies here."""

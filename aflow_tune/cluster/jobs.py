@@ -50,10 +50,8 @@ Function = Callable[..., Any]
 ENDED = "aflow-tune: ended with exit code "
 _WANTED = "aflow-tune: send the keys sealed for "
 _PAYLOAD, _NAMES = "job.pickle", "keys.txt"
-_STOP_SECONDS = 240
-"""How long a stopped job may take to save its state before Ray kills it."""
-_ASKED_SECONDS = 900.0
-"""How long the job may take until it asks for keys: `runtime_env.pip` is installed before."""
+_STOP_SECONDS = 240  # to save its state, before Ray kills the job
+_ASKED_SECONDS = 900.0  # until it asks for keys: `runtime_env.pip` is installed before
 _KEYS_SECONDS, _AWAY_SECONDS, _ANSWER_SECONDS = 120.0, 120.0, 15.0
 _POLL_SECONDS = 1.0
 

@@ -28,14 +28,13 @@ from aflow_tune.errors import BadInput, RunFailed
 from aflow_tune.files import write_json
 from aflow_tune.find_ray import make_ray_base, running_here, use_token
 
-PYTHON_VARIABLE = "AFLOW_TUNE_PYTHON"
-"""Environment variable of a node: the interpreter of jobs, where `python` is another one."""
+PYTHON_VARIABLE = "AFLOW_TUNE_PYTHON"  # of a node: the interpreter of jobs
 GCS_PORT = 6379
 _TOKEN = "~/.ray/auth_token"
 Note = dict[str, str]
-"""The cluster that `up` started last, as it is kept between commands: of this machine `address`,
-`dashboard` and `session` (what its processes have in their environment), of several `config` (the
-YAML), `address` and `prefix` (what a command on a host begins with)."""
+"""The cluster that `up` started last: of this machine `address`, `dashboard` and `session` (in the
+environment of its processes), of several `config` (the YAML), `address` and `prefix` (of commands
+on a host)."""
 
 
 def up_here(options: Sequence[str] = ()) -> Note:
@@ -91,18 +90,13 @@ def up_several(config: Path, environment: str | None = None) -> Note:
 def hosts_yaml(
     hosts: Sequence[str], user: str, key: str | None = None, environment: str | None = None
 ) -> Path:
-    """Write the YAML of a cluster of hosts that are reached by ssh; the first is the head.
-
-    The token travels as a file, by ssh. The dashboard listens on the head's loopback (`ray
-    dashboard YAML` forwards it).
+    """Write the YAML of a cluster of hosts that are reached by ssh, as is the token's file; the
+    first is the head. BadInput: a host is named twice, or the token is in the environment alone.
 
     Args:
         user: the ssh user on all hosts.
         key: the private key's file. None: what ssh would use.
         environment: the virtual environment with aflow-tune on every host.
-
-    Raises:
-        BadInput: a host is named twice, or the token is in the environment alone.
     """
     if len(set(hosts)) < len(hosts):
         title, given = "A host is named twice.", " ".join(hosts)
@@ -190,8 +184,7 @@ def down(config: Path | None = None) -> str:
 
 
 def make_token() -> None:
-    """See to it that there is a token, in Ray's own place, and that the Ray started next asks for
-    it; `RAY_AUTH_MODE` wins."""
+    """A token in Ray's own place, which the Ray started next asks for; `RAY_AUTH_MODE` wins."""
     if _auth_mode() != "token":
         return
     # It prints the token: what it says is never shown.

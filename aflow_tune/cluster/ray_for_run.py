@@ -48,10 +48,8 @@ Function = Callable[..., Any]
 READ_INSIDE = "read it inside the function, with os.environ: every worker has it"
 NAME_IT = "give its name instead: `runtime_env: {secrets: [NAME]}`"
 _LASTING = "synchronizer"
-_LEAVE_SECONDS = 15.0
-"""How long the actors of a command that was just killed may take to go."""
-_ASK_SECONDS = 300.0
-"""For the first workers of all nodes: `runtime_env.pip` is installed then."""
+_LEAVE_SECONDS = 15.0  # the actors of a command that was just killed take a while to go
+_ASK_SECONDS = 300.0  # for the first workers of all nodes: `runtime_env.pip` is installed then
 _OPEN = "Other users could change the code of this run."
 
 

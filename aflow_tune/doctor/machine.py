@@ -21,19 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from aflow_tune.config.clashes import (
-    NEEDED,
-    cure_of,
-    doubtful,
-    hollow,
-    install,
-    installed_versions,
-    known_clashes,
-    matches,
-    missing,
-    module_of,
-    requirements_of,
-)
+from aflow_tune.config import clashes
 from aflow_tune.contract.import_faults import package_cure
 from aflow_tune.doctor.lines import Line, fault, lacking, note, ok
 from aflow_tune.gpus.devices import NvmlUnavailable, snapshot
@@ -50,7 +38,7 @@ def check_python() -> list[Line]:
     version = platform.python_version()
     found = f"{version} ({sys.executable})"
     lines = [ok("python", found)]
-    if not matches(version, _PYTHONS):
+    if not clashes.matches(version, _PYTHONS):
         cure = "python3.11 -m venv .venv && .venv/bin/pip install aflow-tune"
         lines = [fault("python", f"{found}; {_PYTHONS} is needed", cure)]
     cores, memory = os.cpu_count(), psutil.virtual_memory().total
@@ -64,34 +52,38 @@ def check_python() -> list[Line]:
 
 def check_versions(distribution: str = "aflow-tune") -> list[Line]:
     """Lines about everything that is installed here."""
-    installed = installed_versions()
+    installed = clashes.installed_versions()
     lines = [ok("versions", ", ".join(f"{name} {installed.get(name, 'none')}" for name in _SHOWN))]
-    for make, clashes in ((fault, known_clashes(installed)), (note, doubtful(installed))):
+    for make, broken in (
+        (fault, clashes.known_clashes(installed)),
+        (note, clashes.doubtful(installed)),
+    ):
         lines += [
-            make("versions", f"{it}: {clash.reason}", cure_of(clash)) for clash, it in clashes
+            make("versions", f"{it}: {clash.reason}", clashes.cure_of(clash))
+            for clash, it in broken
         ]
-    declared, wanted = requirements_of(distribution), {}
+    declared, wanted = clashes.requirements_of(distribution), {}
     if not declared:  # a checkout without an installation declares nothing
-        wanted = dict.fromkeys(missing(installed), "aflow-tune")
-    for name in NEEDED:
-        wanted |= {str(need): name for need in requirements_of(name)}
+        wanted = dict.fromkeys(clashes.missing(installed), "aflow-tune")
+    for name in clashes.NEEDED:
+        wanted |= {str(need): name for need in clashes.requirements_of(name)}
     wanted |= {str(need): distribution for need in declared}
     for need, by in wanted.items():
         name = re.split(r"[^\w.-]", need)[0]
-        if not installed_versions((name,)):
+        if not clashes.installed_versions((name,)):
             lines.append(
-                fault("versions", f"{name} is not installed; {by} needs it", install(need))
+                fault("versions", f"{name} is not installed; {by} needs it", clashes.install(need))
             )
-    for name in hollow(installed):
+    for name in clashes.hollow(installed):
         text = f"{name} has its metadata only"
-        lines.append(fault("versions", text, package_cure(module_of(name))))
+        lines.append(fault("versions", text, package_cure(clashes.module_of(name))))
     if "vllm" in installed:  # the tested set is the one without
         return lines
     tested = dict(line.split("==") for line in _TESTED.read_text(encoding="utf-8").split())
     other = {
         name: f"{name} {version} (tested {tested[name]})"
-        for name, version in sorted(installed_versions(tuple(tested)).items())
-        if not matches(version, f"=={tested[name]}")
+        for name, version in sorted(clashes.installed_versions(tuple(tested)).items())
+        if not clashes.matches(version, f"=={tested[name]}")
     }
     if not other:
         return [*lines, ok("versions", "as tested together")]
@@ -139,9 +131,6 @@ def check_gpus(needed: bool | None = None) -> list[Line]:
         return [ok("gpu", f"{found}; engine: local runs without")]
     driver, newest = now.driver or "unknown", now.cuda or "unknown"
     lines = [ok("gpu", f"driver {driver}, CUDA up to {newest}; {torch}")]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        lines.append(note("gpu", f"CUDA_VISIBLE_DEVICES={visible!r} hides the others"))
     if built is None:
         cure = "python -m pip install --force-reinstall torch  # from an index with CUDA wheels"
         lines.append(lacking(needed, "gpu", f"{torch} beside a GPU: it cannot use it", cure))

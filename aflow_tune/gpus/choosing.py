@@ -1,12 +1,12 @@
 """Free devices for a run: which ones, a claim on each, and no others in its sight.
 
 A device is free if no run holds it, the driver lists no other process on it, and hardly any of its
-memory is used (which also tells of processes that cannot be seen from inside a container). Devices
-that the user names may show a picture meanwhile, as a desktop's only GPU does.
+memory is used (which also tells of processes outside of a container). Devices that the user names
+may show a picture meanwhile, as a desktop's only GPU does.
 
-CUDA reads `CUDA_VISIBLE_DEVICES` once, when it is first used in a process, so `isolated` comes
-before anything may look for CUDA. Whole GPUs are given by number, in the order of the bus, because
-vLLM reads numbers only; where any GPU is divided (MIG) CUDA numbers differently, so UUIDs are.
+CUDA reads `CUDA_VISIBLE_DEVICES` once, so `isolated` comes before anything may look for CUDA. Whole
+GPUs are given by number, in the order of the bus, because vLLM reads numbers only; where any GPU is
+divided (MIG) CUDA numbers differently, so UUIDs are.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.gpus.claims import Claims, holder_of, in_turn
+from aflow_tune.gpus.claims import Claims, holder_of
 from aflow_tune.gpus.devices import Device, NvmlUnavailable, Snapshot, snapshot
 
-FREE_BYTES = 2**30
-FREE_SHARE = 0.03
-"""A device with more memory in use than both of these is not free. Drivers count some of a large
-GPU's memory as used while nothing runs."""
+FREE_BYTES, FREE_SHARE = 2**30, 0.03
+"""A device with more memory in use than both of these is not free."""
 
 _EXAMPLE = "physical_gpus: auto, or a list such as [0, 1]"
 _REFUSED = "There are no GPUs for this run; nothing was started."
@@ -33,12 +31,10 @@ _REFUSED = "There are no GPUs for this run; nothing was started."
 
 @dataclass(frozen=True)
 class Chosen:
-    """Devices for a run, in the order in which it will see them."""
+    """Devices for a run, in the order in which it will see them, and whether by their UUIDs."""
 
     devices: list[Device]
     by_uuid: bool
-    """Whether CUDA must be told their UUIDs: where any GPU of the machine is divided, its own
-    numbers are not the driver's."""
 
 
 def wanted(value: Any) -> str | tuple[str, ...]:
@@ -130,18 +126,17 @@ def choose(value: Any, count: int | None, claims: Claims | None, where: str) -> 
         where: the place of the setting, for messages.
     """
     try:
-        with in_turn():
-            now = snapshot()
-            reachable, words = visible(now, os.environ), wanted(value)
-            if isinstance(words, str):
-                got = _auto(now, reachable, count, claims, where)
-            else:
-                got = _named(now, reachable, words, count, claims, where)
-            return Chosen(got, any(device.divided for device in now.devices))
+        now = snapshot()
+        reachable, words = visible(now, os.environ), wanted(value)
+        if isinstance(words, str):
+            got = _auto(now, reachable, count, claims, where)
+        else:
+            got = _named(now, reachable, words, count, claims, where)
+        return Chosen(got, any(device.divided for device in now.devices))
     except NvmlUnavailable as error:
         fix = f"{error.cure}; or remove physical_gpus to run without a GPU"
         raise BadInput.of(_REFUSED, where, "NVIDIA GPUs", error.reason, fix) from None
-    except (OSError, TimeoutError) as error:
+    except OSError as error:
         expected, fix = "lock files to claim GPUs with", "look who owns this file, and remove it"
         raise BadInput.of(_REFUSED, where, expected, str(error), fix) from None
 

@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -25,7 +25,6 @@ FOLDER = Path("/tmp")
 
 _TAKE_SECONDS = 0.2
 """Who only looks at a lock holds it for a moment."""
-_TURN_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Holder:
 
 
 class Claims:
-    """Locks on devices, by their UUID. Held until `release()` or the end of the process."""
+    """Locks on devices, by their UUID, until `release()` or the end of the process."""
 
     def __init__(self, run: str, protected: Iterable[int] = ()) -> None:
         self._holder = Holder(os.getpid(), os.getuid(), run, time.time(), sorted(protected))
@@ -62,20 +61,6 @@ class Claims:
     def release(self) -> None:
         while self._descriptors:
             os.close(self._descriptors.pop())
-
-
-@contextlib.contextmanager
-def in_turn() -> Iterator[None]:
-    """Only one run at a time chooses: two that each got half of what they need would both fail.
-    TimeoutError: another one has been choosing for 30 s."""
-    path = _path("choosing")
-    descriptor = _locked(path, _TURN_SECONDS)
-    if descriptor is None:
-        raise TimeoutError(f"another run has held {path} for {_TURN_SECONDS:.0f} s")
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def holder_of(uuid: str) -> Holder | None:

@@ -51,9 +51,8 @@ if TYPE_CHECKING:
     from aflow_tune.writer.workflow import WriterWorkflow
 
 PAIRS_FILE = "sft.jsonl"
-AT_ONCE_ON_PROCESSOR = 16
-_SLACK_SECONDS = 1.0
-"""Whoever says `stop` because of `budget.wall_seconds` began to count a little earlier."""
+AT_ONCE_ON_PROCESSOR = 16  # more graphs that wait for one processor would only run out of time
+_SLACK_SECONDS = 1.0  # whoever says `stop` because of `budget.wall_seconds` began a little earlier
 _OUTCOMES = ("untried", "refused", "failed", "wrong", "unscored")
 
 
@@ -152,7 +151,6 @@ async def _harvest(
                 phase("loading the executor")
                 auxiliary = await stack.enter_async_context(local.auxiliary_chat_models(config))
                 if pick_device(config.local.device).type != "cuda":
-                    # Many graphs that wait for one processor would only run out of time.
                     at_once = min(at_once, AT_ONCE_ON_PROCESSOR)
             harvest = Harvest(
                 workflow,
@@ -174,7 +172,7 @@ async def _harvest(
 
 
 async def _problems(config: AflowConfig, workflow: WriterWorkflow) -> tuple[list[Problem], int]:
-    """The problems to harvest on, and how many were dropped because they are held out."""
+    """The problems, and how many were dropped because they are held out."""
     rows = await _rows(config)
     held_out = [
         dict(task.raw_task or {})

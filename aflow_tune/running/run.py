@@ -99,8 +99,8 @@ class Run:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Hold the run folder, and take it back to the checkpoint it will resume from. BadInput:
-        the folder is in use, or another configuration's. AlreadyFinished: this very run is."""
+        """Hold the run folder, taken back to the checkpoint it will resume from. BadInput: it is in
+        use, or another configuration's. AlreadyFinished: this very run is."""
         with locked(self.run_dir):
             run_state.refuse_chain(self.run_dir)
             log_to(self.run_dir / "log")
@@ -129,7 +129,9 @@ class Run:
                 yield
             except BaseException as error:
                 if self.state.status == "running":  # it ended before it was under way
-                    self._write_end("failed", str(error) or type(error).__name__)
+                    stopped = isinstance(error, (Interrupted, KeyboardInterrupt))
+                    status = "interrupted" if stopped else "failed"
+                    self._write_end(status, str(error) or type(error).__name__)
                 raise
 
     def _rewind(self) -> None:
@@ -161,11 +163,8 @@ class Run:
             ):
                 reached = self._engine(panel.phase, lambda: stop() or spent())
             self._prove(reached, stop(), spent())
-        except (Interrupted, BudgetReached) as error:
-            self._write_end("interrupted", str(error))
-            raise
-        except KeyboardInterrupt:
-            self._write_end("interrupted", "stopped at once, by a second Ctrl-C or SIGTERM")
+        except (Interrupted, BudgetReached, KeyboardInterrupt) as error:
+            self._write_end("interrupted", str(error) or "stopped at once, by a second Ctrl-C")
             raise
         except BaseException as error:
             reason, problem = None, disk_fault(error)
@@ -266,7 +265,7 @@ class Run:
             error = f"{error[: MAX_ERROR // 2]}\n...\n{error[-MAX_ERROR // 2 :]}"
         self.state.status, self.state.error, self.state.ended = status, error, time.time()
         self.state.step = saved[-1].step if saved else 0
-        self.state.summary = summarise(self.run_dir, self.config.algorithm.repeat_times)
+        self.state.summary = summarise(self.run_dir)
         try:
             write_state(self.run_dir, self.state)
         except OSError as problem:
@@ -277,8 +276,7 @@ class Run:
 
 
 class DataRun(Run):
-    """`mode: train`: learns from a data set. One trainer needs no Ray: on the local engine it runs
-    in this process, with or without `--inline`."""
+    """`mode: train`: learns from a data set, on the local engine always in this process."""
 
     def _target(self) -> int:
         materialise_experiences(self.config)
@@ -304,8 +302,7 @@ class DataRun(Run):
 
 
 class _Stepless(Run):
-    """A run without steps: there is none to reach, and nothing to take back. Whatever works raises
-    where its result is not whole."""
+    """A run without steps: what works raises where its result is not whole."""
 
     def _target(self) -> int:
         return 0

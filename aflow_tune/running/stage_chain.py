@@ -36,16 +36,15 @@ from aflow_tune.types import TuneResult
 
 @dataclass
 class StageState:
-    """One stage in `chain.json`. `status`: waiting, running, interrupted, failed, finished."""
+    """One stage in `chain.json`. `status`: waiting, running, interrupted, failed, finished.
+    `seconds`: of all commands together. `model`: what it began from."""
 
     name: str
     mode: str
     status: str = "waiting"
     target: int = 0
     seconds: float = 0.0
-    """Spent on it by all commands together."""
     model: str = ""
-    """What it began from."""
 
 
 def run_chain(
@@ -223,6 +222,5 @@ def trained_model(config: AflowConfig, folder: Path) -> str:
         return str(path)
     merged = folder / "export" / "merged"
     if not (merged / "config.json").is_file():
-        gone = f"stage {folder.name!r} is finished, but its model is gone: {merged}"
-        raise RunFailed(f"{gone}. Put it back, or give the chain another `name=`.")
+        raise RunFailed(f"stage {folder.name!r} is finished, but its model is gone: {merged}")
     return str(merged)

@@ -51,7 +51,7 @@ class Doomed:
 
 @dataclass(frozen=True)
 class Plan:
-    """What would go and what would stay of one run; `untouched` says why nothing is looked at."""
+    """What would go and stay of one run; `untouched`: why nothing is looked at."""
 
     run: Path
     doomed: tuple[Doomed, ...] = ()
@@ -62,7 +62,6 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Bytes that would be freed."""
         return sum(item.size for item in self.doomed)
 
 

@@ -30,16 +30,12 @@ from aflow_tune.files import write_json
 from aflow_tune.types import Checkpoint
 
 RUN_FILE = "run.json"
-CHAIN_FILE = "chain.json"
-"""In the folder of a chain of stages, in place of `run.json`; see `stage_chain.py`."""
+CHAIN_FILE = "chain.json"  # of a chain of stages, in place of `run.json`
 LOCK_FILE = "run.lock"
-ACCOUNT_FILE = "account.sqlite"
-"""In the run folder, or in that of its chain: what was spent so far, where there is a limit."""
+ACCOUNT_FILE = "account.sqlite"  # what was spent so far, where there is a limit
 STEP_PREFIX = "global_step_"
-MAX_ERROR = 2000
-"""Characters of the last error that are kept."""
-_LOCK_SECONDS = 1.0
-"""Whoever lists runs looks at locks by taking them for an instant."""
+MAX_ERROR = 2000  # characters of the last error that are kept
+_LOCK_SECONDS = 1.0  # whoever lists runs looks at locks by taking them for an instant
 
 
 @dataclass
@@ -55,12 +51,11 @@ class RunState:
     command: dict[str, Any] | None = None
     """What starts it again: `config`, `overrides`, `inline`, `cwd`. None: a call of `tune()`."""
     host: str = ""
-    """The machine that the last command ran on."""
     started: float = 0.0
     """Seconds since the epoch when the last command began; so `ended`, 0 while it runs."""
     ended: float = 0.0
     summary: dict[str, Any] = field(default_factory=dict)
-    """What its records came to when the last command ended; `listing.py` knows the form."""
+    """As `listing.summarise` made it when the last command ended."""
 
 
 def read_state(run_dir: Path) -> RunState | None:

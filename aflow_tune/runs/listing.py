@@ -47,12 +47,9 @@ class State(StrEnum):
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
     FAILED = "failed"
-    KILLED = "killed"
-    """It was going on, and nobody holds its lock any more."""
-    ELSEWHERE = "elsewhere"
-    """Going on or killed: it was started on another machine, whose lock may not be seen here."""
-    WAITING = "waiting"
-    """A stage whose turn has not come."""
+    KILLED = "killed"  # it was going on, and nobody holds its lock any more
+    ELSEWHERE = "elsewhere"  # going on or killed, on another machine
+    WAITING = "waiting"  # a stage whose turn has not come
     UNREADABLE = "unreadable"
 
 
@@ -61,12 +58,9 @@ STATES = {state.value: state for state in State}
 
 @dataclass(frozen=True)
 class RunInfo:
-    """One run, chain or stage, as it is listed.
-
-    `step` is the last one that was trained, `saved` the last with a checkpoint, `best` the step
-    and mean of the best whole evaluation. `usd` is None where no cost is known, `about` is True
-    where it is an approximation. Times are seconds since the epoch.
-    """
+    """One run, chain or stage, as it is listed. `step`: the last that was trained; `saved`: the
+    last with a checkpoint; `best`: step and mean of the best whole evaluation; `about`: whether
+    calls without a price are missing in `usd`. Times are seconds since the epoch."""
 
     path: Path
     state: State
@@ -134,12 +128,12 @@ def describe(path: Path) -> RunInfo:
     return RunInfo(path, State.UNREADABLE, error=why)
 
 
-def summarise(run_dir: Path, repeat_times: int | None) -> dict[str, Any]:
+def summarise(run_dir: Path) -> dict[str, Any]:
     """What is kept in `run.json` so that a list need not read all records again: `scores` by step
     and task set, `of` what they were read from, `usd` and `about` as in `RunInfo`; empty where the
-    records cannot be read. `repeat_times`: rollouts of each task in a training step."""
+    records cannot be read."""
     try:
-        usd, about = _cost(run_dir, repeat_times)
+        usd, about = _cost(run_dir)
         scores = {str(step): of for step, of in scores_of(run_dir).items()}
         return {"of": _signature(run_dir), "scores": scores, "usd": usd, "about": about}
     except (OSError, ValueError):
@@ -159,7 +153,7 @@ def _run(path: Path, state: RunState) -> RunInfo:
     elif ended:
         error = state.error
     if not ended or summary.get("of") != _signature(path):
-        summary = summarise(path, state.fingerprint.get("algorithm.repeat_times"))
+        summary = summarise(path)
     usd = summary.get("usd")
     scores = {int(step): dict(of) for step, of in summary.get("scores", {}).items()}
     best = ranked(scores, scores)
@@ -203,10 +197,7 @@ def _chain(path: Path) -> RunInfo:
         known = _unlocked(host)
         known = State.INTERRUPTED if known is State.KILLED else known
     trained = [stage for stage in stages if stage.best is not None]
-    usd, about = _cost(path, None)  # one file counts what all stages spend
-    costs = [stage.usd for stage in stages if stage.usd is not None]
-    if usd is None and costs:
-        usd, about = sum(costs), True
+    usd, about = _cost(path)  # one file counts what all stages spend
     error = None if now.state is State.FINISHED else now.error
     best = trained[-1] if trained else RunInfo(path, known)
     return replace(
@@ -247,10 +238,9 @@ def _last_step(run_dir: Path) -> tuple[int, float]:
     return max(steps, default=0), changed
 
 
-def _cost(run_dir: Path, repeat_times: int | None) -> tuple[float | None, bool]:
-    """US dollars, and whether that is an approximation. The account, kept where a run has a limit,
-    knows them exactly; else mean cost of a rollout by role x tasks x `repeat_times`, over the
-    training steps."""
+def _cost(run_dir: Path) -> tuple[float | None, bool]:
+    """US dollars by the account, which is kept where a run has a limit, and whether calls without a
+    known price are missing."""
     uri = f"{(run_dir / ACCOUNT_FILE).absolute().as_uri()}?mode=ro"
     with contextlib.suppress(sqlite3.Error):  # there is none, or it cannot be read now
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1.0)) as connection:
@@ -258,19 +248,7 @@ def _cost(run_dir: Path, repeat_times: int | None) -> tuple[float | None, bool]:
             pico, unpriced = asked.fetchone()
         if pico is not None and (pico or not unpriced):
             return pico / PICO, bool(unpriced)
-    try:
-        with (run_dir / FILE_NAME).open("rb") as file:
-            costly = [text for text in file if b'"rollout/cost/' in text]
-    except OSError:
-        return None, False
-    lines = {line.step: line.metrics for text in costly if (line := parse_line(text)) is not None}
-    total = sum(
-        metrics.get("rollout/finished_task_count", 0.0) * (repeat_times or 1) * mean
-        for metrics in lines.values()
-        for name, mean in metrics.items()
-        if re.fullmatch("rollout/cost/.*/mean", name)
-    )
-    return (total, True) if lines else (None, False)
+    return None, False
 
 
 def _score_name(run_dir: Path) -> str:
