@@ -123,8 +123,7 @@ def current_caller() -> str:
 
 
 class _Block:
-    """A `with` block that also decorates functions, coroutine functions among them; a decorated
-    function opens a block of its own for each call, so calls may overlap."""
+    """A `with` block that also decorates functions; each call opens a block of its own."""
 
     _token: Token[_Place] | None = None
 
@@ -178,12 +177,10 @@ class caller(_Block):
 
 
 class state_key(_Block):
-    """Name the state that a model call is made in, for GiGPO's anchor groups.
-
-    A plain `state_key("door closed")` holds for the next call of this context; as a `with` block or
+    """Name the state that a model call is made in, for GiGPO's anchor groups. A plain
+    `state_key("door closed")` holds for the next call of this context; as a `with` block or
     decorator it holds for all calls inside. Without it the state is a hash of task, caller and
-    normalised input. ValueError: the key is not a text, or is empty.
-    """
+    normalised input. ValueError: the key is not a text, or is empty."""
 
     def __init__(self, key: str) -> None:
         super().__init__(key)
@@ -222,9 +219,8 @@ def record_metrics(**metrics: float) -> None:
 
 
 def keep(name: str, value: Any) -> None:
-    """Keep plain data about this rollout, under `kept` in its record: in `rollouts/` for training,
-    in `evaluations/` for held-out tasks. A name kept twice keeps its last value. ValueError: the
-    name is empty."""
+    """Keep plain data about this rollout, under `kept` in its record in `rollouts/` (training) or
+    `evaluations/`. A name kept twice keeps its last value. ValueError: the name is empty."""
     _text("a name to keep something under", name)
     if (rollout := current_rollout()) is not None:
         rollout.kept[name] = value

@@ -1,9 +1,7 @@
 """`tune()` and its sisters: wiring, from a function and a YAML to a model that was evaluated.
 
-Load and check the configuration, check the functions, choose the engine and say why, take the run
-folder, run, prove that the target was reached, report: what each step does lives in its own room.
-Everything here stops in order at the first Ctrl-C or SIGTERM, which raises Interrupted where there
-is something to resume.
+What each step does lives in its own room. Everything here stops in order at the first Ctrl-C or
+SIGTERM, which raises Interrupted where there is something to resume.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
 
 VARIABLE = "AFLOW_TUNE_KEYS"
-"""Environment variable of workers: the namespace of the run that has keys for them."""
+"""Of workers: the namespace of the run that has keys for them."""
 
 _TABLE = "aflow-tune"
 _WANTED, _SEALED = "/wanted", "/sealed"
@@ -59,8 +59,7 @@ _USUAL = (
     *("SERPAPI_API_KEY", "EXA_API_KEY", "E2B_API_KEY", "LANGSMITH_API_KEY"),
     *("LANGFUSE_SECRET_KEY", "LANGFUSE_PUBLIC_KEY", "LANGFUSE_HOST"),
 )
-"""What clients of usual vendors, hubs and trackers read by themselves. An address goes with its
-key: without it the key would be sent to somebody else."""
+"""What clients read by themselves. An address goes with its key, or that went elsewhere."""
 _OF_VENDORS = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
 _OF_THE_NODE = {
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "TMPDIR", "TEMP", "TMP"),
@@ -71,7 +70,6 @@ _OF_THE_NODE = {
     *("TIKTOKEN_CACHE_DIR", "VLLM_CACHE_ROOT", "WANDB_DIR", "WANDB_CACHE_DIR", "TENSORBOARD_DIR"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
 }
-"""Folders, devices and the like, which are others on every node."""
 _OF_THE_NODE_BY_PREFIX = ("RAY_", "PYTHON", "LD_", "AFLOW_TUNE_", "CONDA_", "XDG_", "LC_", "_")
 _WAIT_SECONDS, _POLL_SECONDS = 60.0, 0.1
 _SHORTEST_SECRET = 8
@@ -94,8 +92,8 @@ def names_of_keys(config: AflowConfig, code: Code) -> list[str]:
 
 
 def secrets_of(config: AflowConfig, code: Code) -> dict[str, str]:
-    """Those of `names_of_keys` that are secrets, with their values: what must be in nothing that
-    is sent. Of what only the user's code names: what is called a key and has a digit in it."""
+    """Those of `names_of_keys` that nothing that is sent may hold, with their values. Of what only
+    the user's code names: what is called a key and has a digit in it."""
     named = _named_as_keys(config)
     values = {name: os.environ[name] for name in names_of_keys(config, code)}
     return {
@@ -183,8 +181,7 @@ class Receiver:
 
 
 def seal(keys: Mapping[str, str], public: str) -> bytes:
-    """Seal keys for the receiver with this public half: sender's public key (32 bytes), nonce (12),
-    content."""
+    """Sender's public key (32 bytes), nonce (12), content."""
     own = X25519PrivateKey.generate()
     receiver = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
     nonce = os.urandom(12)

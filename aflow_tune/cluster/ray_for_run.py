@@ -254,9 +254,8 @@ def lacking_on_nodes(
         name, told = f"node {address} ({node[:8]})", answers[node]
         if isinstance(told, Exception):
             last = (str(told).strip() or type(told).__name__).splitlines()[-1][:600]
-            expected = "a worker that starts with our code"
             cure = "install aflow-tune there, in the Python that Ray runs with; see `ray status`"
-            faults.append(Fault(name, expected, last, cure))
+            faults.append(Fault(name, "a worker that starts with our code", last, cure))
             continue
         if told["version"] != here:
             found, cure = f"aflow-tune {told['version']}", "install the same version there"
@@ -271,9 +270,8 @@ def lacking_on_nodes(
             place = f"{name}: {needs[missing]}"
             faults.append(Fault(place, f"`{missing}`", "not installed there", cure))
         if not told["sees"]:
-            cure = "give a path on a shared disk: `checkpoint_root_dir: /shared/runs`"
-            expected, found = "a folder that every node sees", f"{folder} is not there"
-            faults.append(Fault(f"{name}: {where}", expected, found, cure))
+            cure, found = "checkpoint_root_dir: /shared/runs", f"{folder} is not there"
+            faults.append(Fault(f"{name}: {where}", "a folder that every node sees", found, cure))
     return faults
 
 
@@ -323,7 +321,7 @@ def open_sessions(found: FoundRay, seconds: float = _ASK_SECONDS) -> list[Fault]
 
 
 def open_here(address: str) -> tuple[list[Fault], list[Any]]:
-    """What is open of a Ray's nodes on this machine, and its other nodes as Ray tells of them."""
+    """Those of a Ray's nodes on this machine, and its other nodes as Ray tells of them."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # made in Cython
 
     faults, elsewhere = [], []

@@ -26,8 +26,8 @@ Function = Callable[..., Any]
 
 
 class _Pickler(cloudpickle.CloudPickler):
-    """Notes the modules that what it sends refers to. A path object is sent as that of the copy, a
-    function of a script that has a cache with an empty one."""
+    """Notes the modules that what it sends refers to. A path becomes that of the copy, the cache of
+    a script's function an empty one."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)

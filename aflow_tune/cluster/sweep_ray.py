@@ -46,15 +46,8 @@ def ray_starter(
     config: AflowConfig, found: FoundRay, folder: Path, parallel: int
 ) -> Iterator[Callable[[Sequence[str], Path], RayProcess]]:
     """Join the cluster for the block; what it yields queues a run from the arguments of its command
-    and the file for its output. It begins when a node has room for it.
-
-    Args:
-        folder: the sweep's, which every node must see.
-        parallel: how many runs there will be at once.
-
-    Raises:
-        BadInput: the cluster cannot be used, lacks something, or never has room for these runs.
-    """
+    and the file for its output. `folder`: the sweep's, which every node must see. `parallel`: runs
+    at once. BadInput: the cluster cannot be used, or never has room for these runs."""
     if config.engine not in ("local", "trinity"):
         expected = "local or trinity: what `auto` finds may differ from node to node"
         title, where = "Through Ray the engine must be named.", config.positions.where("engine")
@@ -131,7 +124,7 @@ class RayProcess:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal or a lost node; None while it waits or runs."""
+        """Its exit code, negative for a signal or a lost node; None before it ends."""
         if self._code is not None:
             return self._code
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 HOOK = f"{__name__}.set_up"
 _OF_THE_WORKER = ("OMP_NUM_THREADS", "RAY_", keys.VARIABLE, shipping.VARIABLE)
-"""What Ray and we set for the worker, which a run beside it must not take for its own."""
+"""What is set for the worker, which a run beside it must not take for its own."""
 
 
 def set_up() -> None:
@@ -64,12 +63,15 @@ class RunOnNode:
         config = os.path.join(cwd, arguments[0])
         if not os.path.isfile(config):
             return f"{here} there is no file {config}: all nodes must see it"
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith("RAY_AUTH") or not name.startswith(_OF_THE_WORKER)
+        }
+        command = [*own_program(), *arguments]
         try:
             self._process = RunProcess(
-                [*own_program(), *arguments],
-                Path(output),
-                cwd=Path(cwd),
-                environment=of_a_run(os.environ),
+                command, Path(output), cwd=Path(cwd), environment=environment
             )
         except OSError as error:
             return f"{here}: {error}"
@@ -83,12 +85,3 @@ class RunOnNode:
         """Ask it to save and stop."""
         if self._process is not None:
             self._process.stop()
-
-
-def of_a_run(environment: Mapping[str, str]) -> dict[str, str]:
-    """A worker's environment without what was set for the worker itself."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith("RAY_AUTH") or not name.startswith(_OF_THE_WORKER)
-    }

@@ -26,7 +26,7 @@ SECONDS = 6.0
 
 def check_keys(config: AflowConfig, *, ask: bool = True) -> list[Line]:
     """Lines about the keys of every role of `models`, and of Trinity's own services. `ask`: the
-    endpoints, or only whether the variables are set."""
+    endpoints, too."""
     lines, endpoints = [], dict[tuple[object, ...], dict[str, ModelSettings]]()
     for role, settings in config.models.items():
         faults = check_models({role: settings})
@@ -110,7 +110,7 @@ def _key(roles: Mapping[str, ModelSettings]) -> str:
 def check_hub(check: str, name: str, kind: str, *, ask: bool = True) -> list[Line]:
     """Whether `name`, a 'model' or 'dataset', can be fetched at the start of the run. `ask`: the
     hub, or nobody."""
-    fetch = f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
+    fetch = f"hf download {name} --repo-type {kind}"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         found = f"{name}: not on this machine, and HF_HUB_OFFLINE forbids to fetch it"
         return [fault(check, found, f"HF_HUB_OFFLINE=0 {fetch}")]

@@ -34,7 +34,6 @@ class Holder:
     pid: int
     uid: int
     run: str
-    since: float
     protected: list[int] = field(default_factory=list)
 
     def words(self) -> str:
@@ -45,7 +44,7 @@ class Claims:
     """Locks on devices, by their UUID, until `release()` or the end of the process."""
 
     def __init__(self, run: str, protected: Iterable[int] = ()) -> None:
-        self._holder = Holder(os.getpid(), os.getuid(), run, time.time(), sorted(protected))
+        self._holder = Holder(os.getpid(), os.getuid(), run, sorted(protected))
         self._descriptors: list[int] = []
 
     def take(self, uuid: str) -> bool:
@@ -69,8 +68,7 @@ def holder_of(uuid: str) -> Holder | None:
 
 
 def protected_by_runs() -> set[int]:
-    """Processes that those who hold devices want left alone: also devices that the driver does
-    not name any more, as when one has fallen off the bus."""
+    """Processes that those who hold devices, in the driver's sight or not, want left alone."""
     holders = [_holder(path) for path in FOLDER.glob("aflow-tune-gpu-*.lock")]
     return {pid for holder in holders if holder is not None for pid in holder.protected}
 
@@ -86,11 +84,10 @@ def _holder(path: Path) -> Holder | None:
         try:
             raw = json.loads(os.pread(descriptor, 1 << 16, 0))
             protected = [int(pid) for pid in raw["protected"]]
-            since = float(raw["since"])
-            return Holder(int(raw["pid"]), int(raw["uid"]), str(raw["run"]), since, protected)
+            return Holder(int(raw["pid"]), int(raw["uid"]), str(raw["run"]), protected)
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             # Anybody may write it: also Infinity, or brackets without end.
-            return Holder(0, os.stat(descriptor).st_uid, "unknown", 0.0)
+            return Holder(0, os.stat(descriptor).st_uid, "unknown")
     finally:
         os.close(descriptor)
     return None

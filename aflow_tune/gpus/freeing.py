@@ -20,8 +20,7 @@ from aflow_tune.gpus.devices import Device, GpuProcess, snapshot
 from aflow_tune.gpus.processes import Guard, Seen, invoking_user, look, with_rights_of
 from aflow_tune.gpus.showing import process_line
 
-KILL_SECONDS = 10.0
-"""How long the end of a process is awaited after SIGKILL. Only the kernel can hold it then."""
+KILL_SECONDS = 10.0  # after SIGKILL, when only the kernel can hold a process
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,7 @@ def free(
         for pid, outcome in outcomes.items():
             say(f"{pid}: {outcome}")
     gone = {pid for pid, outcome in outcomes.items() if outcome in ("ended", "killed")}
-    # Looked at again: what was ended may have been started anew.
-    now = snapshot()
+    now = snapshot()  # what was ended may have been started anew
     after = [now.find(device.label) for device in named]
     left = set(_listed(device for device in after if device)) - gone
     if left:
