@@ -132,9 +132,7 @@ def test_under_sudo_ones_own_are_those_of_who_typed_it(
 def test_any_of_the_user_ids_of_another_is_enough(children: Children) -> None:
     """A process that could get its rights back, such as a setuid program."""
     child = children.start(f"os.setresuid(0, {OTHER_UID}, 0)")
-    seen = look(child.pid)
-    assert seen is not None
-    assert "of user" in Guard(0).refusals([(child.pid, seen)])[child.pid]
+    assert "of user" in Guard(0).refusals([(child.pid, look(child.pid))])[child.pid]
 
 
 def test_a_protected_process_its_children_and_its_ancestors_stay(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.gpus.claims import Claims, holder_of
+from aflow_tune.gpus.claims import Claims, holder_of, in_turn
 from aflow_tune.gpus.devices import Device, NvmlUnavailable, Snapshot, snapshot
 
 FREE_BYTES, FREE_SHARE = 2**30, 0.03
@@ -126,17 +126,18 @@ def choose(value: Any, count: int | None, claims: Claims | None, where: str) -> 
         where: the place of the setting, for messages.
     """
     try:
-        now = snapshot()
-        reachable, words = visible(now, os.environ), wanted(value)
-        if isinstance(words, str):
-            got = _auto(now, reachable, count, claims, where)
-        else:
-            got = _named(now, reachable, words, count, claims, where)
-        return Chosen(got, any(device.divided for device in now.devices))
+        with in_turn():
+            now = snapshot()
+            reachable, words = visible(now, os.environ), wanted(value)
+            if isinstance(words, str):
+                got = _auto(now, reachable, count, claims, where)
+            else:
+                got = _named(now, reachable, words, count, claims, where)
+            return Chosen(got, any(device.divided for device in now.devices))
     except NvmlUnavailable as error:
         fix = f"{error.cure}; or remove physical_gpus to run without a GPU"
         raise BadInput.of(_REFUSED, where, "NVIDIA GPUs", error.reason, fix) from None
-    except OSError as error:
+    except OSError as error:  # TimeoutError is one
         expected, fix = "lock files to claim GPUs with", "look who owns this file, and remove it"
         raise BadInput.of(_REFUSED, where, expected, str(error), fix) from None
 

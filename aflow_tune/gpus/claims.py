@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from aflow_tune.gpus.processes import printable, user_name
 FOLDER = Path("/tmp")
 """Where every user may make files and none may remove another's."""
 
-_TAKE_SECONDS = 0.2
+_TURN_SECONDS, _TAKE_SECONDS = 30.0, 0.2
 """Who only looks at a lock holds it for a moment."""
 
 
@@ -60,6 +60,19 @@ class Claims:
     def release(self) -> None:
         while self._descriptors:
             os.close(self._descriptors.pop())
+
+
+@contextlib.contextmanager
+def in_turn() -> Iterator[None]:
+    """Only one run at a time chooses: two that each got half of what they need would both fail.
+    TimeoutError: another one has been choosing for 30 s."""
+    descriptor = _locked(_path("choosing"), _TURN_SECONDS)
+    if descriptor is None:
+        raise TimeoutError(f"another run has held {_path('choosing')} for long")
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def holder_of(uuid: str) -> Holder | None:

@@ -254,8 +254,8 @@ class Run:
         """What the run folder holds, and what the same command would do with it."""
         kept = "What was finished is kept"
         if self.target:
-            saved = checkpoints(self.run_dir)
-            kept = f"The state of step {saved[-1].step if saved else 0} is saved"
+            step = max((point.step for point in checkpoints(self.run_dir)), default=0)
+            kept = f"The state of step {step} of {self.target} is saved"
         return f"{kept} in {self.run_dir}; the same command resumes from there."
 
     def _write_end(self, status: str, error: str | None = None) -> None:
