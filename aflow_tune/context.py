@@ -113,7 +113,7 @@ class RolloutContext:
 
 
 def current_rollout() -> RolloutContext | None:
-    """The rollout that the current code belongs to, or None."""
+    """The one that the current code belongs to."""
     return _place.get().rollout
 
 

@@ -38,7 +38,7 @@ _WANTS_TOKEN = ("UNAUTHENTICATED", "PERMISSION_DENIED")
 
 @dataclass(frozen=True)
 class FoundRay:
-    """A running Ray. `source` says in words how it was found."""
+    """A running Ray, and in words how it was found."""
 
     address: str
     source: str
@@ -78,12 +78,11 @@ def uses_ray(config: Config, engine: str | None = None) -> bool:
 def check_address(config: Config, engine: str | None = None) -> Iterator[Fault]:
     """What is wrong with the address of the Ray that a run would join, or with the folder of one of
     its own. `engine`: see `uses_ray`."""
-    if uses_ray(config, engine):
-        try:
-            if find_ray(config) is None:
-                make_ray_base()
-        except BadInput as error:
-            yield from error.faults
+    try:
+        if uses_ray(config, engine) and find_ray(config) is None:
+            make_ray_base()
+    except BadInput as error:
+        yield from error.faults
 
 
 def look_for(address: str = "", where: str = "") -> FoundRay | None:
@@ -184,7 +183,6 @@ _REFUSED = (  # what Ray says, what was expected, and what to do
 
 
 def refused_connection(found: FoundRay, error: Exception) -> BadInput:
-    """What to tell when a Ray that was found cannot be joined."""
     text = " ".join(str(error).split())
     said, expected, cure = next(row for row in _REFUSED if re.search(row[0], text))
     if said == "Failed to merge":  # the message holds both environments, values and all

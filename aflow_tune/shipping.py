@@ -96,14 +96,9 @@ def gather(
     include: Iterable[Path] = (),
     stays: LeftOut | None = None,
 ) -> Code:
-    """What the modules of these dotted names need on another machine. BadInput: a path of `include`
-    is not there.
-
-    Args:
-        modules: `__main__` among them where functions of a script or a notebook are sent by value.
-        texts: in what is sent by value; variables of the environment may be among them.
-        include: files and folders that travel although nothing imports them.
-    """
+    """What the modules of these dotted names (`__main__`: functions of it are sent by value) need
+    on another machine. `texts`: in what is sent by value; names of variables may be among them.
+    `include`: travels although nothing imports it. BadInput: something of that is not there."""
     code, stays = Code(variables={*texts} & os.environ.keys()), stays or LeftOut()
     _follow(code, modules)
     here = Path.cwd()  # code finds its data from there
@@ -271,14 +266,9 @@ def write_bundle(
     extra: Mapping[str, bytes] | None = None,
     secrets: Mapping[str, str] | None = None,
 ) -> Path:
-    """Copy what was gathered into a new folder of `folder`, named after its content; returns it.
-    BadInput: a file could not be read, or holds a secret.
-
-    Args:
-        extra: further files beside the manifest, by name.
-        secrets: values, by the names of their variables, that no file may hold: clusters keep
-            what is uploaded to them on disk.
-    """
+    """Copy what was gathered into a new folder of `folder`, named after its content, with `extra`
+    files by name; returns it. `secrets`: values, by the names of their variables, that no file may
+    hold: clusters keep what is uploaded on disk. BadInput: one does, or cannot be read."""
     faults: list[Fault] = []
     digest = hashlib.sha256()
     growing = folder / f".growing-{os.getpid()}"

@@ -72,7 +72,7 @@ class Trace:
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[Trace]:
-        """Make this the trace of the current context and of everything it starts."""
+        """For the current context and everything it starts."""
         with within(_trace, self):
             yield self
 

@@ -46,10 +46,8 @@ def tune(
     overrides: Sequence[str] = (),
     inline: bool | None = None,
 ) -> TuneResult:
-    """Tune the model behind a workflow function.
-
-    Takes the arguments of AgentScope's `tuner.tune`, which win over the YAML. Works inside a
-    notebook's running event loop.
+    """Tune the model behind a workflow function. Takes the arguments of AgentScope's `tuner.tune`,
+    which win over the YAML. Works inside a notebook's running event loop.
 
     Args:
         workflow_func: `async def f(task: Dict, model: TrinityChatModel) -> float`, or

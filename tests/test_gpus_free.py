@@ -67,20 +67,15 @@ def test_ones_own_process_on_a_named_device_gets_sigterm(
     assert str(elsewhere.pid) not in shown
 
 
-@pytest.mark.parametrize("answer", ["", "y\n", "yes please\n", None, b"ye\xffs\n"])
 def test_nothing_happens_without_the_whole_word(
-    machine: Machine,
-    children: Children,
-    monkeypatch: pytest.MonkeyPatch,
-    answer: str | bytes | None,
+    machine: Machine, children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None: the shell closed it (`<&-`)."""
     mine = children.start()
     machine([on_gpu(mine)])
-    stdin: object = io.StringIO(answer) if isinstance(answer, str) else None
-    if isinstance(answer, bytes):
-        stdin = io.TextIOWrapper(io.BytesIO(answer), encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", stdin)
+    for answer in ("", "y\n", "yes please\n"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
+        assert main(["gpus", "free", "0"]) == 1
+    monkeypatch.setattr(sys, "stdin", None)  # the shell closed it (`<&-`)
     assert main(["gpus", "free", "0"]) == 1
     assert alive(mine)
 

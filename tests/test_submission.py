@@ -118,6 +118,15 @@ def test_where_no_job_server_answers_nothing_is_submitted(monkeypatch: pytest.Mo
 # -- keys --------------------------------------------------------------------------------------
 
 
+def test_a_key_inside_a_closure_is_refused(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUBMISSION_KEY", KEY)
+    (project / "flow.py").write_text(CLOSURE)  # that the code names the variable is enough
+    assert "SUBMISSION_KEY" in str(refused(tmp_path / "closure"))
+    assert not list(tmp_path.rglob("job.pickle"))
+
+
 def test_a_key_inside_what_would_be_sent_is_refused(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,10 +137,6 @@ def test_a_key_inside_what_would_be_sent_is_refused(
     (project / "settings.json").write_text(json.dumps({"key": KEY}))
     told = refused(tmp_path / "file", secret)
     assert [fault.where for fault in told.faults] == [f"{project}/settings.json"]
-    (project / "settings.json").unlink()
-    (project / "flow.py").write_text(CLOSURE)  # that the code names the variable is enough
-    assert "SUBMISSION_KEY" in str(refused(tmp_path / "closure"))
-    assert not list(tmp_path.rglob("job.pickle"))
     key = "monitor.monitor_args.api_key"
     told = refused(tmp_path / "sent", "seed=2", f"{key}={KEY}", "runtime_env.env_vars.A_KEY=x")
     assert sorted(fault.where for fault in told.faults) == [

@@ -59,12 +59,9 @@ _POLL_SECONDS = 1.0
 def prepare_submission(
     config_path: Path, overrides: Sequence[str], folder: Path
 ) -> tuple[AflowConfig, dict[str, Any], list[str], list[str]]:
-    """Check a configuration as far as this machine can, and write what travels into `folder`.
-
-    Returns:
-        The configuration, Ray's `runtime_env` of the job, the names of the variables that the job
-        has to be given, and warnings. BadInput: something was refused.
-    """
+    """Check a configuration as far as this machine can, and write what travels into `folder`;
+    returns the configuration, Ray's `runtime_env` of the job, the names of the variables that the
+    job has to be given, and warnings. BadInput: something was refused."""
     config = load_config(config_path, overrides)
     functions = workflow, judge = functions_of(config)
     if workflow is not None:
@@ -153,7 +150,7 @@ def open_payload() -> tuple[AflowConfig, tuple[Function | None, Function | None]
 
 
 def _receive_keys() -> dict[str, str]:
-    """Ask the client for keys and wait for them; what came is deleted from the cluster."""
+    """Ask the client for keys; what comes is deleted from the cluster."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # made in Cython
 
     receiver = keys.Receiver()
@@ -171,7 +168,6 @@ def _receive_keys() -> dict[str, str]:
 
 
 def _package_of(public: str) -> str:
-    """The package as which the keys are uploaded."""
     return f"_aflow_tune_keys_{public[:32]}.zip"
 
 
@@ -206,13 +202,9 @@ class Jobs:
         self, config_path: Path, overrides: Sequence[str], say: Callable[[str], None] = print
     ) -> str:
         """Check a configuration as far as this machine can, send it, and hand over its keys;
-        returns the job's id.
-
-        Raises:
-            BadInput: it was refused, or other users of this machine, if the cluster is here, could
-                change what is sent; nothing was.
-            RunFailed: the cluster did not take the job, or it ended before it asked for its keys.
-        """
+        returns the job's id. BadInput: it was refused, or other users of this machine, if the
+        cluster is here, could change what is sent; nothing was. RunFailed: the cluster did not take
+        the job, or it ended before it asked for its keys."""
         with tempfile.TemporaryDirectory(prefix="aflow-tune-") as folder:
             prepared = prepare_submission(config_path, overrides, Path(folder))
             config, environment, names, warned = prepared

@@ -58,9 +58,8 @@ def local_ray(
     # Every Ray process inherits it, and is recognised by it when the command is gone.
     marker = f"{os.getpid()}-{time.time_ns()}"
     os.environ["AFLOW_TUNE_RAY_SESSION"] = marker
-    # Ray opens its ports on every interface of a Linux machine, unless clusters are off: then
-    # the node's address is loopback and its servers bind there. The variable is for the
-    # processes that Ray starts; this process has read it already.
+    # Ray opens its ports on every interface of a Linux machine, unless clusters are off. The
+    # variable is for the processes that Ray starts; this one has read it already.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -160,8 +160,8 @@ def status(config: Path | None = None) -> str:
 
 
 def down(config: Path | None = None) -> str:
-    """End the cluster that `up` started; returns what was ended. BadInput: `up` started none, and
-    none is named. RunFailed: `ray down` failed, or processes are still there."""
+    """End the cluster that `up` started, and say so. BadInput: `up` started none, and none is
+    named. RunFailed: `ray down` failed, or processes are still there."""
     known = _known()
     if config is None and known.get("config"):
         config = Path(known["config"])
@@ -210,7 +210,6 @@ def read_cluster_yaml(path: Path) -> Mapping[str, Any]:
 
 
 def _prefix(environment: str | None) -> str:
-    """What a command on one of the hosts begins with."""
     return f"{_path(environment)}RAY_AUTH_MODE={_auth_mode()} "
 
 

@@ -348,13 +348,10 @@ def refuse_open_server(nodes: Iterable[dict[str, Any]]) -> None:
 
 
 def _open(address: str, temp_dir: str, reason: str) -> Fault:
-    return Fault(
-        f"node {address}: {temp_dir}",
-        "a temporary folder of Ray below one that only its user may enter",
-        reason,
-        f"`chmod 700 {Path(temp_dir).parent}` if that is yours, or start that Ray anew with "
-        "`aflow-tune cluster up`; or `runtime_env.trust_users=true`, where you trust every user",
-    )
+    cure = f"`chmod 700 {Path(temp_dir).parent}` if that is yours, or start that Ray anew with "
+    cure += "`aflow-tune cluster up`; or `runtime_env.trust_users=true` where you trust every user"
+    expected = "a temporary folder of Ray below one that only its user may enter"
+    return Fault(f"node {address}: {temp_dir}", expected, reason, cure)
 
 
 def _is_here(address: str, session: str) -> bool:

@@ -108,11 +108,8 @@ def no_room(
     cpus, gpus = needs["num_cpus"], needs["num_gpus"]
     if any(node.get("CPU", 0) >= cpus and node.get("GPU", 0) >= gpus for node in nodes):
         return []
-    expected, cure = (
-        f"a node with {cpus:g} CPUs and {gpus:g} GPUs",
-        "local.threads=1, local.device=cpu",
-    )
-    return [Fault("ray", expected, "none of the cluster has so many", cure)]
+    expected = f"a node with {cpus:g} CPUs and {gpus:g} GPUs"
+    return [Fault("ray", expected, "none", "local.threads=1, local.device=cpu")]
 
 
 class RayProcess:
@@ -147,12 +144,10 @@ class RayProcess:
 
     def stop(self) -> None:
         """Ask it to save and stop; one that still waits for room is never begun."""
-        if self._code is not None:
-            return
-        if self._began is not None and not ray.wait([self._began], timeout=0)[0]:
+        if self._code is None and self._began and not ray.wait([self._began], timeout=0)[0]:
             self._end(-int(signal.SIGTERM))
-            return
-        self._actor.stop.remote()
+        elif self._code is None:
+            self._actor.stop.remote()
 
     def _refused(self, problem: str) -> int:
         """It could not begin; the reason goes where it would have printed it."""

@@ -36,8 +36,7 @@ def set_up() -> None:
 
 
 def tell(needs: list[str], mark: str | None) -> dict[str, Any]:
-    """What there is on this node: version and clashes of ours, packages that are missing, modules
-    of the user's whose name was taken, whether it sees a file."""
+    """What `lacking_on_nodes` asks; `mark` is a file that this node should see."""
     clashes = known_clashes(installed_versions())
     return {
         "version": importlib.metadata.version("aflow-tune"),

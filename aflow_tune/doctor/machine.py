@@ -34,7 +34,6 @@ _MOST_NAMED = 8
 
 
 def check_python() -> list[Line]:
-    """The interpreter and the system under it."""
     version = platform.python_version()
     found = f"{version} ({sys.executable})"
     lines = [ok("python", found)]
@@ -149,10 +148,8 @@ def check_gpus(needed: bool | None = None) -> list[Line]:
             lines.append(note(check, f"{device.name}: the driver does not tell its memory"))
         else:
             text = f"{device.name}: {(total - used) / GIB:.1f} of {total / GIB:.1f} GiB free"
-            if total - used < total / 2:
-                lines.append(note(check, f"{text}; others use it", "aflow-tune gpus  # shows who"))
-            else:
-                lines.append(ok(check, text))
+            busy = note(check, f"{text}; others use it", "aflow-tune gpus  # shows who")
+            lines.append(busy if used > total / 2 else ok(check, text))
     return lines
 
 

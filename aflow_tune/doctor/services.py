@@ -78,11 +78,10 @@ async def _ask(roles: Mapping[str, ModelSettings]) -> list[Line]:
     if granted and variable is not None and settings.base_url is not None:
         anybody = replace(settings, api_key_env=None, headers_env={})
         open_to_all = (await _listing(anybody, role))[0].access == "granted"
+    lines = [ok("keys", f"{who} takes {key}")]
     if open_to_all or not granted:
         why = "its list of models is open" if open_to_all else listing.reason
         lines = [note("keys", f"{who} answers; {key} was not proved ({why})")]
-    else:
-        lines = [ok("keys", f"{who} takes {key}")]
     for name, own in roles.items():
         if listing.models and own.model not in listing.models:
             cure = f"check models.{name}.model; an alias may still be taken"

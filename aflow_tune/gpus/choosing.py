@@ -264,14 +264,6 @@ def isolated(
                     os.environ[name] = text
 
 
-def mapping_lines(devices: Sequence[Device]) -> list[str]:
-    """Which physical device is which for the run."""
-    return [
-        f"GPU {device.label} ({device.name}, {device.uuid}) is cuda:{number} of this run"
-        for number, device in enumerate(devices)
-    ]
-
-
 def _cuda_is_in_use() -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())

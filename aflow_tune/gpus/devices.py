@@ -68,7 +68,6 @@ class _Nvml:
 
     def text(self, name: str, *arguments: Any) -> str | None:
         value = self.ask(name, *arguments)
-        value = value.decode(errors="replace") if isinstance(value, bytes) else value
         return None if value is None else printable(str(value))
 
     def memory(self, handle: Any) -> tuple[int | None, int | None]:
@@ -138,8 +137,7 @@ class Device:
     """Index of the instance; None for a GPU."""
     memory_total: int | None = None
     memory_used: int | None = None
-    use: float | None = None
-    """Share of the driver's last sample (1/6 s to 1 s) in which any kernel ran."""
+    use: float | None = None  # share of the driver's last sample in which any kernel ran
     temperature_c: int | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
@@ -151,8 +149,7 @@ class Device:
     instances: tuple[Device, ...] = ()
     problem: str | None = None
     """Why nothing could be asked of it, as with a GPU that has fallen off the bus."""
-    claimed: str | None = None
-    """Which run of aflow-tune holds it, in words."""
+    claimed: str | None = None  # by which run of aflow-tune
 
     @property
     def label(self) -> str:

@@ -124,7 +124,6 @@ def end(
 
 
 def pid_faults(pids: Iterable[int], where: str) -> list[Fault]:
-    """Numbers that no process of a user can have."""
     return [
         Fault(where, "a process id above 1", str(pid), "take the number from `aflow-tune gpus`")
         for pid in pids

@@ -1,9 +1,8 @@
 """The processes on GPUs: what they are, whose they are, and which of them may be ended.
 
-What cannot be read, because the process is gone, hidden (`hidepid`) or in another container, is
-None. One's own are those of the user who typed the command, also under `sudo`, where the kernel
-would let everything pass. What could be somebody else's in a way that cannot be seen from here is
-refused: a refusal costs a `kill` by hand, a mistake costs somebody's week.
+What cannot be read is None. One's own are those of the user who typed the command, also under
+`sudo`, where the kernel would let everything pass. What could be somebody else's in a way that
+cannot be seen from here is refused: a mistake costs somebody's week.
 """
 
 from __future__ import annotations

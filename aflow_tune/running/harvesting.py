@@ -58,7 +58,7 @@ _OUTCOMES = ("untried", "refused", "failed", "wrong", "unscored")
 
 @dataclass(frozen=True)
 class HarvestSummary:
-    """What a harvest left: the pairs, and the counts that `harvest.json` holds."""
+    """`counts` are those of `harvest.json`."""
 
     pairs: Path
     counts: Mapping[str, Any]
@@ -172,7 +172,7 @@ async def _harvest(
 
 
 async def _problems(config: AflowConfig, workflow: WriterWorkflow) -> tuple[list[Problem], int]:
-    """The problems, and how many were dropped because they are held out."""
+    """And how many were dropped because they are held out."""
     rows = await _rows(config)
     held_out = [
         dict(task.raw_task or {})
@@ -200,7 +200,7 @@ async def _problems(config: AflowConfig, workflow: WriterWorkflow) -> tuple[list
 
 
 async def _rows(config: AflowConfig) -> list[dict[str, Any]]:
-    """The rows of the training task sets, once each, with what a mix adds to them."""
+    """Of the training task sets, once each, with what a mix adds to them."""
     inputs, benchmarks = config.buffer.explorer_input, benchmarks_of(config)
     rows = []
     plain = DataSelectorConfig()
@@ -219,7 +219,6 @@ async def _rows(config: AflowConfig) -> list[dict[str, Any]]:
 def _journals(
     config: AflowConfig, folder: Path, workflow: WriterWorkflow, roles: set[str]
 ) -> tuple[Journal[Trial], Journal[Lesson]]:
-    """What was tried with the very same settings, and what the same teacher answered."""
     decides = {
         "writer": asdict(config.writer),
         "models": {role: asdict(config.models[role]) for role in sorted(roles & {*config.models})},
@@ -244,7 +243,7 @@ def _digest(value: Any) -> str:
 
 
 def _source_of(item: Callable[..., Any]) -> str:
-    """The text of the file that a function or class of the user's stands in; its name if none."""
+    """The text of the file that it stands in; its name if none."""
     home = getattr(item, "__module__", "")
     name, module = f"{home}.{getattr(item, '__qualname__', item)}", sys.modules.get(home or "")
     try:

@@ -167,7 +167,7 @@ class _Chain:
             self._report()
 
     def _report(self) -> Path | None:
-        """The page as things stand; a full disk does not unmake what the stages did."""
+        """A full disk does not unmake what the stages did."""
         try:
             return write_chain_report(self.folder)
         except OSError as error:

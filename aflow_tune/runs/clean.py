@@ -42,7 +42,7 @@ _DAMAGED = re.compile(r"damaged_global_step_\d+(_\d+)?")
 
 @dataclass(frozen=True)
 class Doomed:
-    """One folder that would go: why, and the bytes that it holds."""
+    """One folder that would go; `size` in bytes."""
 
     path: Path
     why: str
@@ -81,12 +81,10 @@ def plan(run: Path, *, keep_last: int = 1, keep_best: int = 1) -> list[Plan]:
 
 def carry_out(plans: Sequence[Plan]) -> tuple[list[Doomed], list[str]]:
     """Take away what the plans name; returns what went, and why something did not. Each run is held
-    and looked at again: what is needed by now stays, and all of a run that has begun meanwhile."""
+    and looked at again: what is needed by now stays."""
     gone: list[Doomed] = []
     problems: list[str] = []
-    for item in plans:
-        if not item.doomed:
-            continue
+    for item in (each for each in plans if each.doomed):
         try:
             with ExitStack() as stack:
                 if (item.run.parent / CHAIN_FILE).is_file():

@@ -133,7 +133,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a command is at work in the folder. One that may not be asked counts as at work."""
+    """Whether a command is at work in the folder, or it may not be asked."""
     try:
         with (run_dir / LOCK_FILE).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -35,8 +35,7 @@ from aflow_tune.runs.folder import (
     read_state,
 )
 
-MOST_DEPTH = 4
-"""Folders below a root in which a run may lie: project, group, name, and one more."""
+MOST_DEPTH = 4  # below a root: project, group, name, and one more
 _TAIL_BYTES = 1 << 17
 
 
@@ -219,7 +218,7 @@ def _chain(path: Path) -> RunInfo:
 
 
 def _signature(run_dir: Path) -> list[int]:
-    """Changes when evaluations are added, cut off or made again: how many files, and bytes."""
+    """Of evaluations: how many files, and bytes."""
     sizes = [file.stat().st_size for file in (run_dir / FOLDER).rglob("step_*.jsonl")]
     return [len(sizes), sum(sizes)]
 

@@ -20,9 +20,8 @@ def own_program() -> list[str]:
 
 
 class RunProcess:
-    """A command that was started, the program by its full path; what it prints is appended to
-    `output`. Must be made in a thread that lives as long as the command. OSError: it could not be
-    started."""
+    """A command, the program by its full path; what it prints is appended to `output`. To be made
+    in a thread that lives as long as the command. OSError: it could not be started."""
 
     def __init__(
         self,
