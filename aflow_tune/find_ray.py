@@ -44,8 +44,7 @@ class FoundRay:
     source: str
 
 
-Config = Any
-"""An `AflowConfig`; its room is above this one."""
+Config = Any  # an `AflowConfig`, whose room is above this one
 
 
 def find_ray(config: Config) -> FoundRay | None:

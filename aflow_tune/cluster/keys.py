@@ -40,9 +40,7 @@ from aflow_tune.shipping import Code
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
 
-VARIABLE = "AFLOW_TUNE_KEYS"
-"""Of workers: the namespace of the run that has keys for them."""
-
+VARIABLE = "AFLOW_TUNE_KEYS"  # of workers: the namespace of the run that has keys for them
 _TABLE = "aflow-tune"
 _WANTED, _SEALED = "/wanted", "/sealed"
 

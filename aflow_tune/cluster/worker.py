@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from aflow_tune.runs.process import RunProcess
 
 HOOK = f"{__name__}.set_up"
+# What is set for the worker, which a run beside it must not take for its own.
 _OF_THE_WORKER = ("OMP_NUM_THREADS", "RAY_", keys.VARIABLE, shipping.VARIABLE)
-"""What is set for the worker, which a run beside it must not take for its own."""
 
 
 def set_up() -> None:

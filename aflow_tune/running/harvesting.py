@@ -172,7 +172,7 @@ async def _harvest(
 
 
 async def _problems(config: AflowConfig, workflow: WriterWorkflow) -> tuple[list[Problem], int]:
-    """And how many were dropped because they are held out."""
+    """With how many were dropped because they are held out."""
     rows = await _rows(config)
     held_out = [
         dict(task.raw_task or {})
