@@ -107,19 +107,6 @@ def test_nobody_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "models.executor.base_url" in line.cure
 
 
-def test_variables_of_trinitys_services(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(None, ["model.tinker.enable=true", "model.external_model.enable=true"])
-    config.model.external_model.api_key_env = "DOCTOR_TEST_NONE"
-    config.model.external_model.base_url_env = "DOCTOR_TEST_KEY"
-    monkeypatch.setenv("DOCTOR_TEST_KEY", GOOD)
-    for name in ("DOCTOR_TEST_NONE", "TINKER_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    lines = services.check_keys(config)
-    assert [line.state for line in lines] == [State.FAULT, State.FAULT, State.OK]
-    assert lines[1].cure == "export DOCTOR_TEST_NONE=..."
-    assert GOOD not in lines[2].found
-
-
 HUB = """
 import json, sys
 from aflow_tune.doctor import services as hub

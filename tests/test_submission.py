@@ -18,15 +18,13 @@ from gcs_stand_in import gcs
 from project import write_project
 
 import aflow_tune.engines.trinity  # noqa: F401  (the stand-in for vLLM)
-from aflow_tune import shipping
-from aflow_tune.cluster import jobs, keys, machines, worker
+from aflow_tune.cluster import jobs, keys, machines
 from aflow_tune.cluster.jobs import prepare_submission
 from aflow_tune.cluster.keys import Receiver, names_of_keys, seal, secrets_of
-from aflow_tune.cluster.ray_for_run import runtime_env_of
 from aflow_tune.config.changes import fingerprint_of
 from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.errors import BadInput, RunFailed
-from aflow_tune.shipping import Arrival, Code
+from aflow_tune.shipping import Code
 
 ROOT = Path(__file__).resolve().parents[1]
 KEY = "sk-submission-0123456789"
@@ -195,20 +193,6 @@ def test_where_a_run_works_is_not_what_it_learns() -> None:
     here, there = (fingerprint_of(load_config(None, given)) for given in ([], settings))
     assert here == there
     assert here != fingerprint_of(load_config(None, ["seed=5"]))
-
-
-def test_only_a_job_of_ours_has_its_environment_already(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")  # as in any job of Ray's
-    config = load_config(None, ["ray_namespace=p/x"])
-    given = runtime_env_of(config, Code(), tmp_path, {"A": "b"}, True)
-    (bundle,) = given["py_modules"]
-    assert given["worker_process_setup_hook"] == worker.HOOK
-    own = {"A": "b", "AFLOW_TUNE_KEYS": "p/x"}
-    assert given["env_vars"] == {**own, "AFLOW_TUNE_SHIPMENT": Path(bundle).name}
-    monkeypatch.setattr(shipping, "_arrived", Arrival(tmp_path, {}, [], [], "/"))
-    assert runtime_env_of(config, Code(), tmp_path, {"A": "b"}, True) == {"env_vars": own}
 
 
 # -- machines ----------------------------------------------------------------------------------
