@@ -90,7 +90,6 @@ def test_an_address_wins_then_the_environment_then_what_runs_here(
     ("address", "word"),
     [
         ("auto", "aflow-tune cluster up"),
-        ("ray://10.0.0.7:10001", "HOST:6379"),
         ("10.0.0.7", "HOST:6379"),
         ("http://me:hunter2@10.0.0.7:8265", "aflow-tune submit CONFIG --address"),
         ("me:hunter2@127.0.0.1:9", "HOST:6379"),

@@ -67,10 +67,8 @@ def test_a_record_for_each_step_with_means_and_peaks(machine: Machine) -> None:
     assert first[1]["gpu/use"] == pytest.approx(0.5)  # mean of both
     assert first[1]["gpu/0/memory_gib"] == 10.0
     assert first[1]["gpu/seconds"] > 0
-    assert third[0] == 3
     assert third[1]["gpu/use"] == pytest.approx(0.2)
     assert third[1]["gpu/0/memory_gib"] == 70.0
-    assert written[-1][0] == 3  # what was left at the end
 
 
 def test_what_goes_wrong_harms_nothing(machine: Machine) -> None:
