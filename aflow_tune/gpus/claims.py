@@ -54,7 +54,8 @@ class Claims:
             return False
         self._descriptors.append(descriptor)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(asdict(self._holder)).encode(), 0)
+        content = asdict(self._holder) | {"since": time.time()}
+        os.pwrite(descriptor, json.dumps(content).encode(), 0)
         return True
 
     def release(self) -> None:
