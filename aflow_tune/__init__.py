@@ -49,7 +49,3 @@ def __getattr__(name: str) -> Any:
         if name in names:
             return getattr(importlib.import_module(f"aflow_tune.{module}"), name)
     raise AttributeError(f"module 'aflow_tune' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

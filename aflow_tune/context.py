@@ -4,9 +4,9 @@ One `RolloutContext` for each execution of a workflow is in a context variable: 
 tasks and `asyncio.to_thread`; a thread pool of the user's own starts without it. Outside of a
 rollout every function here checks its arguments and does nothing else.
 
-Which call is the latest is kept in scopes: one for the rollout, one for each `caller` block and one
-for each task that calls a model. A call is the latest of its own scope and of those around it, so
-parallel branches do not mix, and `asyncio.wait_for`, which starts a task, hides nothing.
+Which call is the latest is kept in scopes: of the rollout, of each `caller` block and of each task
+that calls a model. A call is the latest of its own scope and of those around it, so that parallel
+branches do not mix.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Scope:
 
 @dataclass
 class _NextKey:
-    """A state key for one call. Copies of the context share it, so that one call takes it."""
+    """A state key for one call. Copies of the context share it."""
 
     key: str
     before: _NextKey | None
@@ -73,7 +73,6 @@ class _Place:
     scope: _Scope | None = None
     block_key: str | None = None
     next_key: _NextKey | None = None
-    blocks: tuple[_Block, ...] = ()
 
 
 _place: ContextVar[_Place] = ContextVar("aflow_tune_place", default=_Place())  # noqa: B039
@@ -88,7 +87,6 @@ class RolloutContext:
     rewards: Any = None
     """The run's `sections.RewardsSection`, for the rewards of the package. None: the defaults."""
     kept: dict[str, Any] = field(default_factory=dict)
-    """What the workflow wants kept beside its reward, by name: see `keep`."""
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[RolloutContext]:
@@ -115,7 +113,7 @@ class RolloutContext:
 
 
 def current_rollout() -> RolloutContext | None:
-    """The rollout that the current code belongs to, or None."""
+    """The one that the current code belongs to."""
     return _place.get().rollout
 
 
@@ -125,8 +123,7 @@ def current_caller() -> str:
 
 
 class _Block:
-    """A `with` block that also decorates functions, coroutine functions among them; a decorated
-    function opens a block of its own for each call, so calls may overlap."""
+    """A `with` block that also decorates functions; each call opens a block of its own."""
 
     _token: Token[_Place] | None = None
 
@@ -139,13 +136,12 @@ class _Block:
     def __enter__(self) -> None:
         if self._token is not None:
             raise RuntimeError("this block is open already: write `with ...(NAME)` each time")
-        place = _place.get()
-        self._token = _place.set(replace(self._inside(place), blocks=(*place.blocks, self)))
+        self._token = _place.set(self._inside(_place.get()))
 
     def __exit__(self, *error: object) -> None:
         token, self._token = self._token, None
-        if token is not None and any(block is self for block in _place.get().blocks):
-            with contextlib.suppress(ValueError):
+        if token is not None:
+            with contextlib.suppress(ValueError):  # closed in another context
                 _place.reset(token)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
@@ -171,7 +167,7 @@ class _Block:
 
 class caller(_Block):
     """Attribute the model calls of a block, or of a function, to `name`. Names of nested blocks
-    join, as `plan/search`. ValueError: the name is not a text, or is empty."""
+    join: `plan/search`. ValueError: the name is not a text, or is empty."""
 
     def _inside(self, place: _Place) -> _Place:
         path = self.name if place.caller == DEFAULT_CALLER else f"{place.caller}/{self.name}"
@@ -181,12 +177,10 @@ class caller(_Block):
 
 
 class state_key(_Block):
-    """Name the state that a model call is made in, for GiGPO's anchor groups.
-
-    A plain `state_key("door closed")` holds for the next call of this context; as a `with` block or
+    """Name the state that a model call is made in, for GiGPO's anchor groups. A plain
+    `state_key("door closed")` holds for the next call of this context; as a `with` block or
     decorator it holds for all calls inside. Without it the state is a hash of task, caller and
-    normalised input. ValueError: the key is not a text, or is empty.
-    """
+    normalised input. ValueError: the key is not a text, or is empty."""
 
     def __init__(self, key: str) -> None:
         super().__init__(key)
@@ -205,16 +199,15 @@ class state_key(_Block):
 
 
 def step_reward(value: float) -> None:
-    """Give the latest model call a reward of its own: the one that started last in the current task
-    or `caller` block, or in a task that was started from it. ValueError: the value is not a finite
-    number. RuntimeError: the rollout has made no model call yet."""
+    """Give a reward of its own to the model call that started last in the current task or `caller`
+    block, or in a task that was started from it. ValueError: the value is not a finite number.
+    RuntimeError: the rollout has made no model call yet."""
     reward = _number("step_reward", value)
     scope = _place.get().scope
-    if scope is None:
-        return
-    if scope.latest is None:
-        raise RuntimeError("step_reward() has no model call to belong to: call it after one")
-    scope.latest.step_reward = reward
+    if scope is not None:
+        if scope.latest is None:
+            raise RuntimeError("step_reward() has no model call to belong to: call it after one")
+        scope.latest.step_reward = reward
 
 
 def record_metrics(**metrics: float) -> None:
@@ -226,9 +219,8 @@ def record_metrics(**metrics: float) -> None:
 
 
 def keep(name: str, value: Any) -> None:
-    """Keep plain data about this rollout, under `kept` in its record: in `rollouts/` for training,
-    in `evaluations/` for held-out tasks. A name kept twice keeps its last value. ValueError: the
-    name is empty."""
+    """Keep plain data about this rollout, under `kept` in its record in `rollouts/` (training) or
+    `evaluations/`. A name kept twice keeps its last value. ValueError: the name is empty."""
     _text("a name to keep something under", name)
     if (rollout := current_rollout()) is not None:
         rollout.kept[name] = value

@@ -1,7 +1,7 @@
 """The errors a user can meet, and the exit code that each one ends the command with.
 
 Every refusal names the place, what was expected, what was found and what to do; several faults of
-one input are reported together. Anything else is a defect of ours and may show a traceback.
+one input are reported together. Anything else is a defect and shows a traceback.
 """
 
 from __future__ import annotations
@@ -75,26 +75,19 @@ class RunFailed(AflowTuneError, RuntimeError):
 
 
 class Interrupted(AflowTuneError):
-    """The user or the system asked us to stop; the state is saved."""
-
     exit_code = ExitCode.INTERRUPTED
 
 
 class BudgetReached(AflowTuneError):
-    """A configured limit was reached; the state is saved."""
-
     exit_code = ExitCode.BUDGET
 
 
 class AlreadyFinished(AflowTuneError):
-    """The run folder already holds a finished run."""
-
     exit_code = ExitCode.ALREADY_FINISHED
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-_RUST = re.compile(r"\(os error (\d+)\)|\bOs \{ code: (\d+)")
-"""How libraries written in Rust tell the number of an error."""
+_RUST = re.compile(r"\(os error (\d+)\)|\bOs \{ code: (\d+)")  # as its libraries tell a number
 
 
 def disk_fault(error: BaseException) -> str | None:

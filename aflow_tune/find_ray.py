@@ -6,12 +6,11 @@
                             one of our own on loopback, which ends with the command
 
 A token (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token) is used wherever there is one.
-Ray 2.60 does that by itself only for `auto`: with an explicit address it would send none.
+Ray 2.60 does that by itself only for `auto`.
 
-Also the folder of a Ray of our own. Ray unpacks a run's code there and lets everybody write into
-the folders that it makes: whoever gets in can replace what workers import next. So it is below a
-folder with mode 0700, and a Ray that is joined is looked at before code is sent. As a program this
-module makes the folder and prints what `ray start --temp-dir` is given on a host.
+Also the folder of a Ray of our own. Ray lets everybody write into the folders that it unpacks code
+in, so ours is below a folder with mode 0700, and a Ray that is joined is looked at first. As a
+program this module makes the folder and prints what `ray start --temp-dir` is given on a host.
 """
 
 from __future__ import annotations
@@ -26,49 +25,31 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.sections import KeyPositions
 
 _KEY = "cluster.ray_address"
 _ANSWER_SECONDS = 5.0
-_GREET_SECONDS = 20.0
-"""As long as Ray itself asks: a head that is just starting is met."""
+_GREET_SECONDS = 20.0  # as long as Ray itself asks
 _SILENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
 _WANTS_TOKEN = ("UNAUTHENTICATED", "PERMISSION_DENIED")
 
 
 @dataclass(frozen=True)
 class FoundRay:
-    """A running Ray. `source` says in words how it was found."""
+    """A running Ray, and in words how it was found."""
 
     address: str
     source: str
 
 
-class Asking(Protocol):
-    """What is read of a configuration (`AflowConfig`); `prepared` keeps the answer."""
-
-    inline: bool
-    engine: str
-    mode: Any
-    cluster: Any
-
-    @property
-    def positions(self) -> KeyPositions: ...
-    @property
-    def prepared(self) -> Any: ...
+Config = Any  # an `AflowConfig`, whose room is above this one
 
 
-def find_ray(config: Asking) -> FoundRay | None:
-    """The running Ray that this configuration uses; None: one of its own is to be started.
-
-    The first answer is kept, so that all of one command goes by it.
-
-    Raises:
-        BadInput: an address that is none, or `auto` where no Ray runs.
-    """
+def find_ray(config: Config) -> FoundRay | None:
+    """The running Ray that this configuration uses; None: one of its own is to be started. The
+    first answer is kept. BadInput: an address that is none, or `auto` where no Ray runs."""
     if config.inline:
         return None
     if not config.prepared.ray_looked_for:
@@ -79,44 +60,33 @@ def find_ray(config: Asking) -> FoundRay | None:
     return found
 
 
-def use_own(config: Asking) -> None:
+def use_own(config: Config) -> None:
     """Let a run of this configuration start a Ray of its own, whatever is named or runs here."""
     config.prepared.ray, config.prepared.ray_looked_for = None, True
 
 
-def uses_ray(config: Asking, engine: str | None = None) -> bool:
-    """Whether a run of this configuration is on a Ray at all.
-
-    On the local engine only what trains on rollouts is; all else is one process.
-
-    Args:
-        engine: the one that was chosen. None: as the settings say; `auto` counts as Trinity's.
-    """
+def uses_ray(config: Config, engine: str | None = None) -> bool:
+    """Whether a run of this configuration is on a Ray at all. On the local engine only what trains
+    on rollouts is. `engine`: the one that was chosen; None: as the settings say, where `auto`
+    counts as Trinity's."""
     if config.inline or config.mode == "harvest":
         return False
     return (engine or config.engine) != "local" or config.mode not in ("train", "bench")
 
 
-def check_address(config: Asking, engine: str | None = None) -> Iterator[Fault]:
+def check_address(config: Config, engine: str | None = None) -> Iterator[Fault]:
     """What is wrong with the address of the Ray that a run would join, or with the folder of one of
     its own. `engine`: see `uses_ray`."""
-    if uses_ray(config, engine):
-        try:
-            if find_ray(config) is None:
-                make_ray_base()
-        except BadInput as error:
-            yield from error.faults
+    try:
+        if uses_ray(config, engine) and find_ray(config) is None:
+            make_ray_base()
+    except BadInput as error:
+        yield from error.faults
 
 
 def look_for(address: str = "", where: str = "") -> FoundRay | None:
     """The Ray at an address, `auto`, `local`, or ('') as RAY_ADDRESS says; None: there is none.
-
-    Args:
-        where: the place of the setting, for messages.
-
-    Raises:
-        BadInput: as `find_ray`.
-    """
+    `where`: the place of the setting, for messages. BadInput: as `find_ray`."""
     if address in ("", "auto") and (of_environment := os.environ.get("RAY_ADDRESS", "").strip()):
         where, address = "RAY_ADDRESS", of_environment
     if address == "local":
@@ -135,10 +105,8 @@ def look_for(address: str = "", where: str = "") -> FoundRay | None:
 
 
 def running_here() -> str | None:
-    """The address of the cluster that this user started on this machine, if it answers.
-
-    Not what another user started: whoever runs code there could read what a run hands over.
-    """
+    """The address of the cluster that this user started on this machine, if it answers. Not what
+    another user started, who could read what a run hands over."""
     from ray._private.utils import get_ray_address_file, read_ray_address
 
     # Ray's own folder, then that of `aflow-tune cluster up`.
@@ -153,10 +121,8 @@ def running_here() -> str | None:
 
 
 def use_token() -> bool:
-    """Let this process and its children send the token that is there; False where none is.
-
-    `RAY_AUTH_MODE` wins, as it does in Ray.
-    """
+    """Let this process and its children send the token that is there; False where none is, or
+    `RAY_AUTH_MODE` says otherwise."""
     from ray._private.authentication.authentication_token_setup import (
         maybe_enable_token_auth_if_token_available,
     )
@@ -165,12 +131,8 @@ def use_token() -> bool:
 
 
 def greet(found: FoundRay) -> None:
-    """Use the token that is there, and see that this Ray, which is joined next, takes it. Ray
-    itself would go on trying for minutes, and say only that it failed to connect.
-
-    Raises:
-        BadInput: it wants a token, and this process has none or another; or no Ray answers.
-    """
+    """Use the token that is there, and see that this Ray, which is joined next, takes it: Ray
+    itself would try for minutes. BadInput: it wants another token, or no Ray answers."""
     from ray._private.grpc_utils import init_grpc_channel
 
     use_token()
@@ -197,23 +159,18 @@ def handlers_kept() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-_REFUSED = (
+_REFUSED = (  # what Ray says, what was expected, and what to do
     (
-        "Failed to merge",  # the message holds both environments, values and all
+        "Failed to merge",
         "a job whose own runtime_env leaves ours room",
         "take what a run sets (`py_modules`, `pip`, the hook, `env_vars`) out of the job's "
         "runtime_env, or export RAY_OVERRIDE_JOB_RUNTIME_ENV=1",
     ),
     (
-        "ersion mismatch",
-        "the same versions of Ray and Python here and on the cluster",
-        "use an environment with the cluster's versions, or `aflow-tune submit`",
-    ),
-    (
         "oken|nauthenticated|uthentication",
         "a token that the cluster takes",
-        "copy the cluster's ~/.ray/auth_token here, or export RAY_AUTH_TOKEN=... (on the head node "
-        "`ray get-auth-token` prints it); for a cluster without tokens RAY_AUTH_MODE=disabled",
+        "copy the cluster's ~/.ray/auth_token here, or export RAY_AUTH_TOKEN=...; for a cluster "
+        "without tokens RAY_AUTH_MODE=disabled",
     ),
     (
         "",
@@ -222,42 +179,31 @@ _REFUSED = (
         "`cluster.ray_address=local` starts one for this run alone",
     ),
 )
-"""What Ray says, what was expected, and what to do."""
 
 
 def refused_connection(found: FoundRay, error: Exception) -> BadInput:
-    """What to tell when a Ray that was found cannot be joined."""
     text = " ".join(str(error).split())
     said, expected, cure = next(row for row in _REFUSED if re.search(row[0], text))
-    if said == "Failed to merge":
+    if said == "Failed to merge":  # the message holds both environments, values and all
         text = "the job that this command runs in has set what the run has to set"
-    expected = f"{expected} at {found.address} ({found.source})"
-    title, what = "The Ray that was found cannot be used.", text[:600] or type(error).__name__
-    return BadInput.of(title, found.source, expected, what, cure)
+    expected, title = f"{expected} at {found.address}", "The Ray that was found cannot be used."
+    return BadInput.of(title, found.source, expected, text[:600] or type(error).__name__, cure)
 
 
 def _check(address: str, where: str) -> None:
-    host, colon, port = address.rpartition(":")
-    scheme, _, rest = address.partition("://")
-    found, cure = repr(address), "HOST:6379, `auto`, or `local`"
-    if scheme == "ray":
-        found, cure = "the address of a Ray Client server", "the address without `ray://`"
-    elif scheme in ("http", "https"):
-        shown = f"{scheme}://{rest.rpartition('@')[2]}"  # without a password
-        found, cure = "a dashboard's", f"`aflow-tune submit CONFIG --address {shown}` runs it there"
-    elif "@" in address:
-        found = "something with an @, not shown since it may hold a key"
-    elif colon and host and port.isdigit():
+    host, _, port = address.rpartition(":")
+    if re.fullmatch(r"[^@/]+", host) and port.isdigit():
         return
-    title = "This is no address of a Ray that a run can join."
+    found, cure = repr(address.rpartition("@")[2]), "HOST:6379, `auto`, or `local`"
+    if address.startswith("http"):
+        cure = f"{cure}; to a dashboard: `aflow-tune submit CONFIG --address URL`"
+    title = "This is no address of a Ray that a run can join."  # which may hold a password
     raise BadInput.of(title, where, "HOST:PORT of a Ray head node, `auto` or `local`", found, cure)
 
 
 def answers(address: str) -> bool:
-    """Whether Ray's own service answers there, and not whatever else has taken the port.
-
-    It is asked without the token, which is not for whatever else that may be.
-    """
+    """Whether Ray's own service answers there. It is asked without the token, which is not for
+    whatever else may have taken the port."""
     import grpc
     from ray._private.grpc_utils import init_grpc_channel
 
@@ -284,18 +230,13 @@ _SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/dash_TaskEven
 _PATH_BYTES = 107
 """The longest of those that Ray opens below its RAY_TMPDIR, and what the system takes."""
 _PLAIN = re.compile(r"[\w/.,+=@~-]+", re.ASCII)
-"""Nothing that has a meaning in the lists of paths and the command lines that Ray makes."""
-_UNMAPPED = 65534
-"""Who owns what belongs to users that a container does not know."""
+_UNMAPPED = 65534  # who owns what belongs to users that a container does not know
 
 
 def ray_base() -> Path:
-    """What RAY_TMPDIR is for a Ray of ours, made or not.
-
-    What that variable or TMPDIR says, where nobody else may enter; otherwise a folder in there that
-    is the user's alone; in /tmp, where the path would be too long for sockets or has characters
-    that Ray does not take.
-    """
+    """What RAY_TMPDIR is for a Ray of ours, made or not: what that variable or TMPDIR says, where
+    nobody else may enter; otherwise a folder in there that is the user's alone; in /tmp, where the
+    path would be too long for sockets or has characters that Ray does not take."""
     base = Path(os.path.abspath(Path(_told()[1]).expanduser()))
     own = f"ray-{os.getuid()}"
     closed = not os.path.exists(base) or open_to_others(base) is None
@@ -305,11 +246,8 @@ def ray_base() -> Path:
 
 
 def make_ray_base() -> Path:
-    """The folder of `ray_base`, made where it is missing.
-
-    Raises:
-        BadInput: it cannot be made, or others could change what is in it.
-    """
+    """The folder of `ray_base`, made where it is missing. BadInput: it cannot be made, or others
+    could change what is in it."""
     base = ray_base()
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -331,11 +269,8 @@ def make_ray_base() -> Path:
 
 
 def open_to_others(folder: str | Path) -> str | None:
-    """How another user of this machine could change what is in a folder; None: in no way.
-
-    A folder on the way has to keep others out, and nobody else may be able to put another one in
-    its place. What is below it does not matter.
-    """
+    """How another user of this machine could change what is in a folder; None: in no way. A folder
+    on the way has to keep others out, and nobody else may put another one in its place."""
     folder, trusted = Path(os.path.abspath(folder)), {0, os.getuid()}
     with contextlib.suppress(OSError), open("/proc/self/uid_map", encoding="ascii") as file:
         if file.read().split() != ["0", "0", str(2**32 - 1)]:

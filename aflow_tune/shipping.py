@@ -3,8 +3,7 @@
 `gather` follows the imports of the run's modules through the user's own files (nothing is run) and
 takes along the folders that they are imported from. `write_bundle` copies these into one folder, in
 which every file keeps its whole path: Ray's `py_modules` carries it. `arrive` imports from there,
-under the names that the modules have on the user's machine and before anything of the same name
-that a node has. On one machine nothing is copied: the manifest leads to the files in place.
+before anything of the same name. On one machine the manifest leads to the files in place.
 
 Installed is the standard library, whatever lies in `site-packages` or `dist-packages`, and this
 package. All else is the user's, also what `pip install -e` installed: only this machine has it.
@@ -31,14 +30,11 @@ from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
 
-VARIABLE = "AFLOW_TUNE_SHIPMENT"
-"""Environment variable: the bundle's name, to be found on `sys.path`, or a manifest's path."""
+VARIABLE = "AFLOW_TUNE_SHIPMENT"  # the bundle's name, on `sys.path`, or a manifest's path
 MANIFEST = "manifest.json"
 MAIN = "__main__"
 MOST_FILE_BYTES = 64 * 2**20
-"""A larger file is left out and named: weights and data sets belong on a shared path."""
-MOST_FOLDER_BYTES, MOST_FOLDER_FILES = 32 * 2**20, 2000
-"""Up to here a folder that modules are imported from travels whole."""
+MOST_FOLDER_BYTES, MOST_FOLDER_FILES = 32 * 2**20, 2000  # up to here it travels whole
 
 _PREFIX, _FILES, _MARK = "aflow_tune_shipment_", "files", ".aflow-tune"
 _KEYS = (
@@ -49,7 +45,6 @@ _INSTALLED = ("site-packages", "dist-packages")
 _OWN_FOLDERS = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
 _OWN_FOLDERS.append(Path(__file__).absolute().parent)
 _INSTALLED_FOLDERS = {*_OWN_FOLDERS, *(path.resolve() for path in _OWN_FOLDERS)}
-"""With links followed and not: an interpreter reached by a link names its modules by either."""
 _NEVER = (".*", *_KEYS, *_INSTALLED, "*.pyc", "*.egg-info", "node_modules", "__pycache__")
 _ENVIRONMENT_MARKS = {"pyvenv.cfg", "conda-meta"}
 
@@ -62,37 +57,27 @@ class Code:
     """The user's modules by name: their files, or `__init__.py`."""
     folders: dict[Path, set[Path]] = field(default_factory=dict)
     """Folders that these are imported from; for each the packages and files in it that are."""
-    files: dict[Path, int] = field(default_factory=dict)
-    """Files that travel, with their sizes in bytes."""
+    files: set[Path] = field(default_factory=set)
     needs: dict[str, str] = field(default_factory=dict)
     """Installed top-level packages to where they are imported, `file:line`."""
     variables: set[str] = field(default_factory=set)
     """Environment variables of this process that the code names."""
-    faults: list[Fault] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def take(self, path: Path, stays: LeftOut) -> None:
         """Let a file, or what travels of a folder, go along."""
         found = files_below(path, stays) if path.is_dir() else [(path, path.stat().st_size)]
         for file, size in found:
-            if not os.access(file, os.R_OK) or not str(file).isprintable():
-                self.warnings.append(f"{str(file)!a} stays here: it, or its name, cannot be read")
-            elif size > MOST_FILE_BYTES:
-                self.warnings.append(
-                    f"{file} is too large to travel: put it where all nodes see it"
-                )
+            if os.access(file, os.R_OK) and str(file).isprintable() and size <= MOST_FILE_BYTES:
+                self.files.add(file)
             else:
-                self.files[file] = size
+                why = "it cannot be read, or is too large to travel"
+                self.warnings.append(f"{str(file)!a} stays here: {why}")
 
 
 class LeftOut:
-    """What stays because somebody said so.
-
-    Args:
-        folders: folders that are passed over where they are met, such as those of runs.
-        patterns: as in `runtime_env.exclude`: files and folders from here (`data/raw`, with `*`
-            where wanted), or names with a `*` and without a slash (`*.ckpt`), wherever they lie.
-    """
+    """What stays because somebody said so: `folders`, and `patterns` as in `runtime_env.exclude`:
+    paths from here (`data/raw`), or names with a `*` and without a slash, wherever they lie."""
 
     def __init__(self, folders: Iterable[Path] = (), patterns: Iterable[str] = ()) -> None:
         self._names = [name for name in patterns if "/" not in name and set("*?[") & set(name)]
@@ -100,7 +85,6 @@ class LeftOut:
         self._paths = [os.path.abspath(os.path.expanduser(path)) for path in paths]
 
     def covers(self, path: Path) -> bool:
-        """Whether this very file or folder was named; a `*` stands for names, not for folders."""
         return any(fnmatch.fnmatchcase(path.name, name) for name in self._names) or any(
             str(path) == named or path.match(named) for named in self._paths
         )
@@ -112,13 +96,9 @@ def gather(
     include: Iterable[Path] = (),
     stays: LeftOut | None = None,
 ) -> Code:
-    """What the modules of these dotted names need on another machine.
-
-    Args:
-        modules: `__main__` among them where functions of a script or a notebook are sent by value.
-        texts: what is sent by value holds these; variables of the environment may be among them.
-        include: files and folders that travel although nothing imports them.
-    """
+    """What the modules of these dotted names (`__main__`: functions of it are sent by value) need
+    on another machine. `texts`: in what is sent by value; names of variables may be among them.
+    `include`: travels although nothing imports it. BadInput: something of that is not there."""
     code, stays = Code(variables={*texts} & os.environ.keys()), stays or LeftOut()
     _follow(code, modules)
     here = Path.cwd()  # code finds its data from there
@@ -132,16 +112,16 @@ def gather(
         for path in [folder] if whole else own:
             code.take(path, stays)
         if not whole:
-            why = "is too large: only what your code imports from there travels, and what"
-            code.warnings.append(f"{folder} {why} `runtime_env: {{include: [...]}}` lists")
+            why = "is too large: what is imported from there travels, and `runtime_env.include`"
+            code.warnings.append(f"{folder} {why}")
     for path in (Path(os.path.abspath(path)) for path in include):
         if holds_keys(path.name):
             code.warnings.append(f"{path} stays here: files that hold keys are never sent")
         elif path.exists():
             code.take(path, stays)
         else:
-            fault = Fault(str(path), "a file or folder", "nothing there", "correct the path")
-            code.faults.append(fault)
+            title, found = "The code of this run cannot travel to the workers.", "nothing there"
+            raise BadInput.of(title, str(path), "a file or folder", found, "correct the path")
     return code
 
 
@@ -186,11 +166,10 @@ def _file_of(name: str) -> tuple[Path | None, str]:
 
 def _imports(file: Path, package: str, variables: set[str]) -> list[tuple[str, str]]:
     """The absolute names that a file imports, with the place where it cannot do without; adds to
-    the environment variables that it names. A file that cannot be parsed is told when it is
-    imported."""
+    the environment variables that it names."""
     try:
         waiting: list[tuple[ast.AST, bool]] = [(ast.parse(file.read_bytes()), True)]
-    except (SyntaxError, ValueError, OSError, RecursionError):
+    except (SyntaxError, ValueError, OSError, RecursionError):  # importing it tells
         return []
     found: list[tuple[str, str]] = []
     while waiting:
@@ -222,8 +201,7 @@ def _imports(file: Path, package: str, variables: set[str]) -> list[tuple[str, s
 def files_below(
     folder: Path, stays: LeftOut, above: frozenset[str] = frozenset()
 ) -> Iterator[tuple[Path, int]]:
-    """The files below a folder, with their sizes in bytes, without hidden ones, keys by their usual
-    names, virtual environments and caches."""
+    """The files below a folder, with their sizes in bytes, but for `_NEVER` and environments."""
     real = os.path.realpath(folder)
     if real in above:  # a link that leads back; one to a folder beside it is another name for that
         return
@@ -260,18 +238,17 @@ def find_module(name: str) -> ModuleSpec | None:
 
 def is_installed(path: Path) -> bool:
     """Whether this absolute path belongs to what is installed."""
-    if set(_INSTALLED) & set(path.parts):
-        return True
-    return any(path.is_relative_to(place) for place in _INSTALLED_FOLDERS)
+    below = any(path.is_relative_to(place) for place in _INSTALLED_FOLDERS)
+    return below or bool({*_INSTALLED} & {*path.parts})
 
 
 def holds_keys(name: str) -> bool:
-    """Whether files of this name usually hold keys; these are never sent."""
+    """Whether files of this name usually hold keys."""
     return any(fnmatch.fnmatch(name, never) for never in _KEYS)
 
 
 def manifest_of(code: Code) -> bytes:
-    """What a worker has to know: top-level modules with their files, import folders, this one."""
+    """What `arrive` has to know."""
     importing = dict.fromkeys(Path(entry or ".").absolute() for entry in sys.path)
     own = [folder for folder in importing if folder.is_dir() and not is_installed(folder)]
     told = {
@@ -289,18 +266,9 @@ def write_bundle(
     extra: Mapping[str, bytes] | None = None,
     secrets: Mapping[str, str] | None = None,
 ) -> Path:
-    """Copy what was gathered into a new folder of `folder`; returns that folder. It is named after
-    its content, so that the same code is uploaded once.
-
-    Args:
-        extra: further files beside the manifest, by name.
-        secrets: values, by the names of their variables, that no file may hold: clusters keep
-            what is uploaded to them on disk.
-
-    Raises:
-        BadInput: a file could not be read, or holds a secret.
-        OSError: the copy could not be written.
-    """
+    """Copy what was gathered into a new folder of `folder`, named after its content, with `extra`
+    files by name; returns it. `secrets`: values, by the names of their variables, that no file may
+    hold: clusters keep what is uploaded on disk. BadInput: one does, or cannot be read."""
     faults: list[Fault] = []
     digest = hashlib.sha256()
     growing = folder / f".growing-{os.getpid()}"
@@ -308,15 +276,14 @@ def write_bundle(
     for name, content in sorted({MANIFEST: manifest_of(code), **(extra or {})}.items()):
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
         (growing / name).write_bytes(content)
-    leave = "or leave it out: `runtime_env: {exclude: [...]}`"
+    leave = "leave it out: `runtime_env: {exclude: [...]}`"
     for path in sorted(code.files):
         try:
             content = path.read_bytes()
         except OSError as error:
-            expected, cure = "a file that can be read", f"make it readable, {leave}"
-            faults.append(Fault(str(path), expected, str(error), cure))
+            faults.append(Fault(str(path), "a file that can be read", str(error), leave))
             continue
-        faults += secrets_in(content, secrets or {}, str(path), f"take the key out of it, {leave}")
+        faults += secrets_in(content, secrets or {}, str(path), f"take the key out, or {leave}")
         digest.update(os.fsencode(path) + b"\0" + hashlib.sha256(content).digest())
         copy = growing / _FILES / str(path).lstrip("/")
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -356,23 +323,12 @@ class Arrival(importlib.abc.MetaPathFinder):
     roots: list[str]
     cwd: str
     conflicts: list[str] = field(default_factory=list)
-    """Names that were imported from elsewhere before the shipment arrived."""
 
     def here(self, path: str) -> str:
         """Where a file or folder of the user's machine lies here."""
         return path if self.base is None else str(self.base / path.lstrip("/"))
 
-    def relocated(self, path: str) -> str | None:
-        """Where a path of the user's machine lies here, if it travelled."""
-        if self.base is None or not path.startswith("/"):
-            return None
-        path = os.path.normpath(path)
-        inside = any(path == root or path.startswith(f"{root}/") for root in self.roots)
-        here = self.here(path)
-        return here if inside and os.path.exists(here) else None
-
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Of a module by its name in the manifest."""
         if name not in self.modules:
             return None
         file = self.here(self.modules[name])
@@ -385,10 +341,7 @@ _arrived: Arrival | None = None
 
 def arrive(shipment: str | None = None) -> Arrival | None:
     """Make the shipment that this process is told of importable; None where there is none.
-
-    Raises:
-        FileNotFoundError: it is named, but not to be found.
-    """
+    FileNotFoundError: it is named, but not to be found."""
     global _arrived
     shipment = shipment or os.environ.get(VARIABLE)
     if not shipment or _arrived is not None:
@@ -415,19 +368,16 @@ def arrive(shipment: str | None = None) -> Arrival | None:
 
 
 def arrived() -> Arrival | None:
-    """The shipment of this process, if there is one.
-
-    Raises:
-        BadInput: a module of the user's has the name of one that this worker had loaded already.
-    """
-    for found in _arrived.conflicts if _arrived is not None else ():
+    """The shipment of this process, if there is one. BadInput: a module of the user's has the name
+    of one that this worker had loaded already."""
+    for found in conflicts():
         where, title = f"process {os.getpid()}", "A worker had loaded modules with your names."
         raise BadInput.of(title, where, "your modules", found, "rename your module")
     return _arrived
 
 
 def is_submitted() -> bool:
-    """Whether this process is on a machine that the user's code was copied to."""
+    """Whether the user's code was copied to this process's machine."""
     return _arrived is not None and _arrived.base is not None
 
 
@@ -440,11 +390,14 @@ def travelled(named: str) -> str:
     """A path of the settings, or `path/file.py:name`, as it is called here: in a submitted job what
     travelled lies elsewhere than on the user's machine."""
     file, colon, name = named.rpartition(":") if ".py:" in named else (named, "", "")
-    arrival = arrived()
-    moved = None if arrival is None else arrival.relocated(os.path.expanduser(file))
-    return named if moved is None else f"{moved}{colon}{name}"
+    arrival, path = arrived(), os.path.normpath(os.path.expanduser(file))
+    if arrival is None or arrival.base is None or not path.startswith("/"):
+        return named
+    inside = any(path == root or path.startswith(f"{root}/") for root in arrival.roots)
+    moved = arrival.here(path)
+    return f"{moved}{colon}{name}" if inside and os.path.exists(moved) else named
 
 
 def path_here(path: str) -> Path:
-    """A path that an object held when it was sent, as it is called here."""
+    """As `travelled`."""
     return Path(travelled(path))

@@ -72,7 +72,7 @@ class Trace:
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[Trace]:
-        """Make this the trace of the current context and of everything it starts."""
+        """For the current context and everything it starts."""
         with within(_trace, self):
             yield self
 
@@ -98,11 +98,6 @@ class Trace:
 _trace: ContextVar[Trace | None] = ContextVar("aflow_tune_trace", default=None)
 
 
-def current_trace() -> Trace | None:
-    """The trace of the rollout that the current code belongs to, or None."""
-    return _trace.get()
-
-
 def note(event: Event) -> None:
-    if (trace := current_trace()) is not None:
+    if (trace := _trace.get()) is not None:
         trace.events.append(event)

@@ -1,9 +1,7 @@
 """`tune()` and its sisters: wiring, from a function and a YAML to a model that was evaluated.
 
-Load and check the configuration, check the functions, choose the engine and say why, take the run
-folder, run, prove that the target was reached, report: what each step does lives in its own room.
-Everything here stops in order at the first Ctrl-C or SIGTERM, which raises Interrupted where there
-is something to resume.
+What each step does lives in its own room. Everything here stops in order at the first Ctrl-C or
+SIGTERM, which raises Interrupted where there is something to resume.
 """
 
 from __future__ import annotations
@@ -24,10 +22,7 @@ from aflow_tune.types import TuneResult
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
     from aflow_tune.config.validate import ValidationReport
-    from aflow_tune.dry_run.dry_run import DryRunResult
     from aflow_tune.running.harvesting import HarvestSummary
-    from aflow_tune.sweeps import Request
-    from aflow_tune.sweeps.sweep import Ended
 
 T = TypeVar("T")
 Function = Callable[..., Any]
@@ -51,10 +46,8 @@ def tune(
     overrides: Sequence[str] = (),
     inline: bool | None = None,
 ) -> TuneResult:
-    """Tune the model behind a workflow function.
-
-    Takes the arguments of AgentScope's `tuner.tune`, which win over the YAML. Works inside a
-    notebook's running event loop.
+    """Tune the model behind a workflow function. Takes the arguments of AgentScope's `tuner.tune`,
+    which win over the YAML. Works inside a notebook's running event loop.
 
     Args:
         workflow_func: `async def f(task: Dict, model: TrinityChatModel) -> float`, or
@@ -88,7 +81,7 @@ def tune(
         )
         return _execute(config, workflow_func, judge_func, inline, stop)
 
-    return _with_stop(work)
+    return with_stop(work)
 
 
 def run_config(
@@ -104,50 +97,24 @@ def run_config(
         config.note_command(config_path, overrides, inline)
         return _execute(config, *functions_of(config), inline, stop)
 
-    return _with_stop(work)
+    return with_stop(work)
 
 
 def resume_run(folder: Path, overrides: Sequence[str] = ()) -> TuneResult:
-    """Run the command once more that began the run in `folder`, with `overrides` added to it; a
-    stage's folder means its chain. Raises as `tune()`; BadInput: no command began a run there."""
-    from aflow_tune.runs.resume import command_of
+    """Run the command once more that began the run in `folder` (a stage's means its chain), with
+    `overrides` added. Raises as `tune()`; BadInput: no command began a run there."""
+    from aflow_tune.runs.folder import command_of
 
-    found = command_of(folder, overrides)
-    os.chdir(found.cwd)
-    return run_config(found.config, [*found.overrides, *overrides], inline=found.inline)
+    config, began, inline, cwd = command_of(folder, overrides)
+    os.chdir(cwd)
+    return run_config(config, [*began, *overrides], inline)
 
 
 def run_loaded(
     config: AflowConfig, workflow_func: Function | None, judge_func: Function | None
 ) -> TuneResult:
-    """Tune with a configuration that was read elsewhere, as a submitted job does. Raises as
-    `tune()`."""
-    return _with_stop(lambda stop: _execute(config, workflow_func, judge_func, None, stop))
-
-
-def dry_run_config(
-    config_path: Path,
-    overrides: Sequence[str] = (),
-    *,
-    answers: Path | None = None,
-    call_apis: bool = False,
-    tasks: int | None = None,
-    stage: str | None = None,
-    inline: bool = False,
-    phase: Phase | None = None,
-) -> DryRunResult:
-    """Play one step of a configuration by a script on a tiny random model; nothing is kept.
-    Arguments as of `DryRunOptions`. BadInput: configuration, function, data or answers were
-    refused; nothing was started."""
-    tell = phase or (lambda text: print(f"dry run: {text} ...", flush=True))
-
-    def work(stop: Stop) -> DryRunResult:
-        from aflow_tune.dry_run.dry_run import DryRunOptions, dry_run
-
-        options = DryRunOptions(answers, call_apis, tasks, stage, inline)
-        return dry_run(config_path, list(overrides), options, tell, stop)
-
-    return _with_stop(work)
+    """Tune with a configuration that was read elsewhere. Raises as `tune()`."""
+    return with_stop(lambda stop: _execute(config, workflow_func, judge_func, None, stop))
 
 
 def validate_config(config_path: Path, overrides: Sequence[str] = ()) -> ValidationReport:
@@ -170,15 +137,13 @@ def harvest_config(
     out: Path | None = None,
     phase: Phase = print,
 ) -> HarvestSummary:
-    """Collect pairs of a problem and a graph that solves it, with the writer of a YAML.
+    """Collect pairs of a problem and a graph that solves it, with the writer of a YAML. Raises as
+    `run_harvest`.
 
     Args:
         sources, runs, limit: in place of those of the section `harvest`; None or empty: as
             there. Runs are a source beside the others.
         out: where the pairs go; None: `harvested/sft.jsonl` in the run folder.
-        phase: told what is going on.
-
-    Raises as `run_harvest`, and BadInput: the configuration was refused.
     """
 
     def work(stop: Stop) -> HarvestSummary:
@@ -206,20 +171,7 @@ def harvest_config(
                 materialise_tasksets(config, folder)
                 return run_harvest(config, folder, stop, phase, workflow, out=out)
 
-    return _with_stop(work)
-
-
-def sweep_config(request: Request, *, ray: str | None = None, phase: Phase = print) -> Ended:
-    """Try a configuration with other settings; returns the table of the trials. Raises as
-    `run_sweep`. `ray`: the address of the Ray that runs are started through, in place of the
-    configuration's, or `none`: processes of this machine."""
-
-    def work(stop: Stop) -> Ended:
-        from aflow_tune.sweeps.sweep import run_sweep
-
-        return run_sweep(request, ray=ray, stop=stop, say=phase)
-
-    return _with_stop(work)
+    return with_stop(work)
 
 
 def _execute(
@@ -245,26 +197,19 @@ def _execute(
             return run.execute(stop)
 
 
-def _with_stop(work: Callable[[Stop], T]) -> T:
-    """Run `work` so that Ctrl-C and SIGTERM ask it to stop and a second one ends it at once, with
-    the logs of libraries off the terminal. Inside a running event loop (a notebook) it gets a
-    thread of its own; there the interrupt arrives in this thread as an exception."""
+def with_stop(work: Callable[[Stop], T]) -> T:
+    """Run `work` so that Ctrl-C and SIGTERM ask it to stop and a second one ends it at once. Inside
+    a running event loop (a notebook) it gets a thread of its own; there the interrupt arrives in
+    this thread as an exception."""
+    from aflow_tune.config.quiet import quiet
+
+    quiet()
     asked = threading.Event()
-
-    def quietly() -> T:
-        from aflow_tune.config.quiet import quiet
-
-        quiet()
-        return work(asked.is_set)
-
-    in_loop = False
-    with contextlib.suppress(RuntimeError):
-        in_loop = bool(asyncio.get_running_loop())
-    if not in_loop:
+    if asyncio._get_running_loop() is None:
         with _signals(asked):
-            return quietly()
+            return work(asked.is_set)
     with ThreadPoolExecutor(1, "aflow-tune") as pool:
-        future = pool.submit(quietly)
+        future = pool.submit(work, asked.is_set)
         while not future.done():
             try:
                 wait([future], timeout=0.5)

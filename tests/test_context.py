@@ -137,21 +137,11 @@ def test_a_run_that_was_given_up_ends_without_changing_another_one() -> None:
     assert len(play(workflow).calls) == 1
 
 
-def test_step_reward_belongs_to_the_latest_call() -> None:
+def test_step_reward_belongs_to_the_latest_call_also_of_tasks_started_here() -> None:
     async def workflow() -> None:
-        await call()
-        step_reward(0.25)
-        await call()
         await call()
         step_reward(1)
         step_reward(-1)
-
-    assert [note.step_reward for note in play(workflow).calls] == [0.25, None, -1.0]
-
-
-def test_step_reward_sees_calls_of_tasks_started_here() -> None:
-    async def workflow() -> None:
-        await call()
         await asyncio.wait_for(call(), timeout=60)  # a task of its own on Python 3.11
         step_reward(2)
 
@@ -164,7 +154,7 @@ def test_step_reward_sees_calls_of_tasks_started_here() -> None:
             await call()
         step_reward(4)
 
-    assert [note.step_reward for note in play(workflow).calls] == [None, 2.0, 3.0, 4.0]
+    assert [note.step_reward for note in play(workflow).calls] == [-1.0, 2.0, 3.0, 4.0]
 
 
 def test_threads_started_with_to_thread_belong_to_the_run() -> None:

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from aflow_tune.config.file_rules import check_model, missing_shards
 from aflow_tune.config.load import load_config
 from aflow_tune.doctor import machine as gpus
-from aflow_tune.doctor.lines import Check, Line, State, begun, ok, run_checks, size
+from aflow_tune.doctor.lines import Check, Line, State, ok, run_checks
 from aflow_tune.doctor.machine import check_folder, check_python, torch_cuda
 from aflow_tune.errors import BadInput
 
@@ -56,8 +56,6 @@ def test_one_check_that_fails_is_one_line() -> None:
     assert told[2].given
     assert "SystemExit" in told[3].found
     assert all(line.cure for line in told[:4])
-    shared = begun(crash)
-    assert [type(shared.exception()) for _ in range(2)] == [OSError] * 2
 
 
 def test_python_platform_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +66,6 @@ def test_python_platform_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.python_version", lambda: "3.14.0")
     assert check_python()[0].state is State.FAULT
     assert torch_cuda() == torch.version.cuda  # read, not imported
-    assert [size(n) for n in (2_500, 3.2e6, 4.56e9)] == ["2.5 kB", "3.2 MB", "4.56 GB"]
 
 
 def test_no_gpu_is_fine_for_the_local_engine_only(machine: Machine) -> None:
@@ -117,37 +114,27 @@ def test_no_sandbox_for_programs() -> None:
     assert "bubblewrap" in needed["cure"]
 
 
-def test_room_on_disk(tmp_path: Path) -> None:
-    def told(folder: Path, needed: float = 0.0) -> tuple[State, str]:
-        (line,) = check_folder(folder, needed, "move it")
+def test_folders_that_are_written_to(tmp_path: Path) -> None:
+    def told(folder: Path) -> tuple[State, str]:
+        (line,) = check_folder(folder, "move it")
         assert line.state is State.OK or line.cure.endswith("move it")
         return line.state, line.found
 
-    state, found = told(tmp_path / "not" / "there", 1e6)
-    assert state is State.OK
-    assert "1 MB" in found
-    assert told(tmp_path, 1e18)[0] is State.FAULT
+    assert told(tmp_path / "not" / "there")[0] is State.OK
     assert list(tmp_path.iterdir()) == []
     state, found = told(Path("/proc/below/here"))  # whoever asks, nothing can be written there
-    assert state is State.FAULT
-    assert found.startswith("/proc/below/here: cannot be written (/proc: ")
+    assert (state, "/proc/below/here: cannot be written" in found) == (State.FAULT, True)
     (tmp_path / "file").write_text("")
     assert "a file, where a folder is needed" in told(tmp_path / "file" / "below")[1]
-
-
-def test_a_full_disk(tmp_path: Path) -> None:
-    """Less than the probe needs: a limit that the kernel enforces."""
+    # A full disk: a limit that the kernel enforces.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, limits[1]))
     try:
-        (line,) = check_folder(tmp_path, 0.0, "move")
+        assert told(tmp_path)[0] is State.FAULT
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    assert line.state is State.FAULT
-    assert "nothing more can be written" in line.found
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_that_are_not_whole(tmp_path: Path) -> None:
@@ -156,8 +143,8 @@ def test_weights_that_are_not_whole(tmp_path: Path) -> None:
         return [item.found for item in found if "whole files" in getattr(item, "expected", "")]
 
     names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    index = {"weight_map": {"a": names[0], "b": names[0], "c": names[1]}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": names[0], "c": names[1]}}))
     (tmp_path / names[0]).touch()
     assert missing_shards(tmp_path) == [names[1]]
     for file in tmp_path.iterdir():
@@ -167,16 +154,14 @@ def test_weights_that_are_not_whole(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(100), "b": torch.ones(7)}, str(file), {"format": "pt"})
     whole = file.read_bytes()
     assert damages() == []
-    for length in (0, 7, 8, 50, len(whole) - 428, len(whole) - 1):
+    for length in (0, 7, 50, len(whole) - 1):
         file.write_bytes(whole[:length])
         assert len(damages()) == 1
-    assert f"{len(whole) - 1:,} of its {len(whole):,} bytes" in damages()[0]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "found"),
     [
-        ("config.json", "{}", "no model_type"),
         ("config.json", '{"model_type": "no-such"}', "'no-such'"),
         ("tokenizer.json", "[", "tokenizer.json: no JSON object"),
         ("tokenizer.json", None, "none in the folder"),
@@ -186,9 +171,8 @@ def test_a_damaged_model_folder(
     name: str, content: str | None, found: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
-    config = load_config(None, [f"model.model_path={folder}"])
-    assert list(check_model(config)) == []
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_text(content)
-    assert [fault.found for fault in check_model(config)] == [found]
+    faults = check_model(load_config(None, [f"model.model_path={folder}"]))
+    assert [fault.found for fault in faults] == [found]

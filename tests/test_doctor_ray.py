@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +14,7 @@ from aflow_tune.config.load import load_config
 from aflow_tune.doctor import doctor
 from aflow_tune.doctor.doctor import Settings, ask_ray
 from aflow_tune.doctor.lines import State
-from aflow_tune.errors import BadInput
-from aflow_tune.find_ray import FoundRay, find_ray, look_for
+from aflow_tune.find_ray import FoundRay
 
 HERE = FoundRay("10.0.0.1:6379", "RAY_ADDRESS")
 
@@ -76,80 +69,3 @@ def test_a_cluster_that_fits_is_too_small_or_lacks_something(
     assert told(monkeypatch, lacking)[1] == ("fault", "node 10.0.0.2: none (expected: aflow-tune)")
     refused = {"faults": [("RAY_ADDRESS", "a token", "none", "copy it")]}
     assert [state for state, _ in told(monkeypatch, refused)] == ["fault"]
-
-
-CLUSTER = """
-import json, sys, time
-from ray.cluster_utils import Cluster
-head = {"num_cpus": 1, "include_dashboard": False, "wait": False}
-cluster = Cluster(initialize_head=True, head_node_args=head)
-cluster.wait_for_nodes(timeout=120)
-cluster.add_node(num_cpus=1, wait=False)
-cluster.wait_for_nodes(timeout=120)
-while cluster.global_state.available_resources().get("CPU") != 2:
-    time.sleep(0.1)
-print(json.dumps(cluster.address), flush=True)
-sys.stdin.read()
-cluster.shutdown()
-"""
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[str]:
-    """The address of two nodes that want the token in `tmp_path`."""
-    (tmp_path / "token").write_text("0" * 32)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    kept |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
-    # In a folder of its own: it writes down there that it is the Ray of this machine.
-    with tempfile.TemporaryDirectory("", "aft-", "/tmp", ignore_cleanup_errors=True) as folder:
-        process = subprocess.Popen(
-            [sys.executable, "-c", CLUSTER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**kept, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"},
-        )
-        try:
-            assert process.stdout is not None
-            yield json.loads(next(text for text in process.stdout if text.startswith('"')))
-        finally:
-            process.communicate("")
-
-
-@pytest.mark.slow
-def test_a_real_cluster_of_two_nodes_with_a_token(
-    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every node is asked; the token is another one, then held back, then the right one."""
-    monkeypatch.setattr(doctor, "RAY_SECONDS", 200.0)  # workers start on a busy machine
-    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "other").write_text("1" * 32)
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    joined, settings = FoundRay(cluster, "named"), found(f"checkpoint_root_dir={runs}")
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "other"))
-    (line,) = ask_ray(joined, settings)
-    assert line.state is State.FAULT, line
-    assert "token" in line.found, line
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    (line,) = ask_ray(joined, settings)
-    assert line.state is State.FAULT, line
-    monkeypatch.delenv("RAY_AUTH_MODE")
-    (line,) = ask_ray(joined, settings)
-    assert line.state is State.OK, line
-    assert "2 nodes, 2 of 2 CPUs free" in line.found
-    assert list(runs.iterdir()) == []
-
-
-@pytest.mark.parametrize("address", ["http://me:hunter2@h:1", "me:hunter2@127.0.0.1:9"])
-def test_a_password_in_the_address_is_not_shown(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    for look in (look_for, lambda: find_ray(load_config(None))):
-        with pytest.raises(BadInput) as refused:
-            look()
-        assert "hunter2" not in str(refused.value)

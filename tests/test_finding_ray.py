@@ -90,10 +90,9 @@ def test_an_address_wins_then_the_environment_then_what_runs_here(
     ("address", "word"),
     [
         ("auto", "aflow-tune cluster up"),
-        ("http://10.0.0.7:8265", "submit CONFIG --address http://10.0.0.7:8265"),
-        ("ray://10.0.0.7:10001", "without `ray://`"),
         ("10.0.0.7", "HOST:6379"),
-        ("http://me:key@10.0.0.7:8265", "--address http://10.0.0.7:8265"),
+        ("http://me:hunter2@10.0.0.7:8265", "aflow-tune submit CONFIG --address"),
+        ("me:hunter2@127.0.0.1:9", "HOST:6379"),
     ],
 )
 def test_what_is_no_address_is_refused_with_what_to_write(
@@ -104,6 +103,7 @@ def test_what_is_no_address_is_refused_with_what_to_write(
     (fault,) = refused.value.faults
     assert "cluster.ray_address" in fault.where
     assert word in fault.cure
+    assert "hunter2" not in fault.cure + fault.found + fault.expected
 
 
 def test_a_run_whose_own_ray_cannot_start_here_is_refused_before(
@@ -130,7 +130,7 @@ def test_a_ray_is_greeted_before_it_is_joined(monkeypatch: pytest.MonkeyPatch) -
         greet(FoundRay(address, "RAY_ADDRESS"))
     with gcs(wants_token=True) as (address, _), pytest.raises(BadInput) as refused:
         greet(FoundRay(address, "RAY_ADDRESS"))
-    assert "ray get-auth-token" in refused.value.faults[0].cure
+    assert "RAY_AUTH_TOKEN" in refused.value.faults[0].cure
     # Something else has the port and is silent, or nobody has it: Ray would try for minutes.
     monkeypatch.setattr(finding, "_GREET_SECONDS", 1.0)
     monkeypatch.setattr(finding, "_ANSWER_SECONDS", 0.5)
@@ -192,13 +192,11 @@ def as_nobody(script: str) -> int:
 @pytest.mark.parametrize(
     ("variable", "told", "mode", "expected"),
     [
-        ("RAY_TMPDIR", "mine", 0o700, "{told}"),
         ("TMPDIR", "later", None, "{told}"),
         ("RAY_TMPDIR", "ours", 0o755, "{told}/" + OWN),
         ("TMPDIR", "all", 0o1777, "{told}/" + OWN),
         ("RAY_TMPDIR", "x" * 80, 0o700, "/tmp/" + OWN),
         ("TMPDIR", "é b", 0o700, "/tmp/" + OWN),
-        ("RAY_TMPDIR", "a:b", 0o700, "/tmp/" + OWN),
     ],
 )
 def test_where_a_ray_of_ours_keeps_its_files(

@@ -67,20 +67,15 @@ def test_ones_own_process_on_a_named_device_gets_sigterm(
     assert str(elsewhere.pid) not in shown
 
 
-@pytest.mark.parametrize("answer", ["", "y\n", "yes please\n", None, b"ye\xffs\n"])
 def test_nothing_happens_without_the_whole_word(
-    machine: Machine,
-    children: Children,
-    monkeypatch: pytest.MonkeyPatch,
-    answer: str | bytes | None,
+    machine: Machine, children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None: the shell closed it (`<&-`)."""
     mine = children.start()
     machine([on_gpu(mine)])
-    stdin: object = io.StringIO(answer) if isinstance(answer, str) else None
-    if isinstance(answer, bytes):
-        stdin = io.TextIOWrapper(io.BytesIO(answer), encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", stdin)
+    for answer in ("", "y\n", "yes please\n"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
+        assert main(["gpus", "free", "0"]) == 1
+    monkeypatch.setattr(sys, "stdin", None)  # the shell closed it (`<&-`)
     assert main(["gpus", "free", "0"]) == 1
     assert alive(mine)
 
@@ -132,9 +127,7 @@ def test_under_sudo_ones_own_are_those_of_who_typed_it(
 def test_any_of_the_user_ids_of_another_is_enough(children: Children) -> None:
     """A process that could get its rights back, such as a setuid program."""
     child = children.start(f"os.setresuid(0, {OTHER_UID}, 0)")
-    seen = look(child.pid)
-    assert seen is not None
-    assert "of user" in Guard(0).refusals([(child.pid, seen)])[child.pid]
+    assert "of user" in Guard(0).refusals([(child.pid, look(child.pid))])[child.pid]
 
 
 def test_a_protected_process_its_children_and_its_ancestors_stay(

@@ -118,31 +118,16 @@ def test_instances_of_a_divided_gpu(
     assert capsys.readouterr().out.count(f"{mine.pid}  ") == 1
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "installed but not loaded"),
-        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "restart the machine"),
-        (pynvml.NVML_ERROR_NO_PERMISSION, "/dev/nvidia"),
-        (pynvml.NVML_ERROR_UNKNOWN, "nvidia-smi"),
-    ],
-)
-def test_a_driver_that_does_not_work(
-    machine: Machine, capsys: pytest.CaptureFixture[str], error: int, words: str
-) -> None:
-    machine([], init=error)
+def test_a_driver_that_does_not_work(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine([], init=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     assert main(["gpus"]) == 1
-    assert words in capsys.readouterr().err
+    assert "nvidia-smi" in capsys.readouterr().err
     assert main(["gpus", "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["devices"] == []
-    assert words in told["problem"] + told["cure"]
+    assert json.loads(capsys.readouterr().out)["devices"] == []
     assert main(["gpus", "free", "0", "--yes"]) == 1
 
 
-def test_no_driver_and_no_bindings(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_driver(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvml.uninstall()
 
     def no_library(name: str) -> None:
@@ -151,9 +136,6 @@ def test_no_driver_and_no_bindings(
     monkeypatch.setattr(pynvml, "CDLL", no_library)
     assert main(["gpus"]) == 1
     assert "libnvidia-ml.so.1 is not found" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert main(["gpus"]) == 1
-    assert "pip install nvidia-ml-py" in capsys.readouterr().err
 
 
 def test_a_terminal_obeys_nothing_of_a_command_line(

@@ -149,6 +149,20 @@ def test_what_nodes_lack_is_refused_before_anything_runs(
     assert ran.returncode == 2, ran.stdout + ran.stderr
     assert ran.stderr.count("a folder that every node sees") == 3
 
+    # The doctor asks the same, with more time on a busy machine.
+    script = "import sys\nfrom aflow_tune.cli import main\nfrom aflow_tune.doctor import doctor\n"
+    script += "doctor.RAY_SECONDS = doctor.CONFIG_SECONDS = 300.0\nsys.exit(main(sys.argv[1:]))"
+    asked = subprocess.run(
+        [sys.executable, "-c", script, "doctor", project.name, place, "--offline", "--json"],
+        cwd=driver,
+        env={**nodes.environment, "LAUNCHING_KEY": KEY, "RAY_ADDRESS": nodes.address},
+        capture_output=True,
+        text=True,
+    )
+    told = [line for line in json.loads(asked.stdout)["lines"] if line["check"] == "ray"]
+    assert [line["state"] for line in told] == ["ok", *["fault"] * 3], told
+    assert "3 nodes" in told[0]["found"]
+
     wrong = {"RAY_AUTH_TOKEN_PATH": "", "RAY_AUTH_TOKEN": "0" * 32, "RAY_ADDRESS": nodes.address}
     ran = _aflow_tune(project.name, nodes=nodes, cwd=driver, **wrong)
     assert ran.returncode == 2, ran.stdout + ran.stderr

@@ -206,15 +206,12 @@ TASKSET = "buffer.explorer_input.tasksets[0]"
 @pytest.mark.parametrize(
     ("mix", "overrides", "places"),
     [
-        (None, [], []),
         (None, ["buffer.batch_size=50", "buffer.total_steps=3"], []),
         ({"sums": SUMS, "code": {"ratio": 0.3}}, [], ["mix"]),
         ({"sums": {"ratio": 1.2}, "code": SUMS}, [], ["mix.sums.ratio"]),
-        ({"sums": SUMS, "code": {}}, [], ["mix.code"]),
         ({"sums": SUMS, "cod": {"ratio": 0.4}}, [], ["tasksets[1].name", "mix.cod"]),
         ({"sums": {}, "code": {}}, [], ["mix.sums"]),
         ({"sums": {"share": 0.6}, "code": {"ratio": 0.4}}, [], ["mix.sums.share"]),
-        (None, [f"{TASKSET}.path=nowhere.jsonl"], ["path=nowhere.jsonl"]),
         (None, [f"{TASKSET}.data_selector.selector_type=shuffle"], ["selector_type=shuffle"]),
         (None, ["quick_eval=0"], ["quick_eval=0"]),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,11 @@ from run_folders import BYTES, write_run, write_saved
 from aflow_tune import cli
 from aflow_tune.commands.runs import one_line
 from aflow_tune.errors import BadInput
+from aflow_tune.models.spend import Spend, Spent
 from aflow_tune.report.evaluation import ranked
-from aflow_tune.report.metrics import append_metrics
 from aflow_tune.runs.clean import carry_out, kept_in_run, plan
-from aflow_tune.runs.folder import locked, read_state, write_json
+from aflow_tune.runs.folder import command_of, locked, write_json
 from aflow_tune.runs.listing import State, describe, find_runs
-from aflow_tune.runs.resume import command_of
 
 
 def steps_in(run_dir: Path) -> list[int]:
@@ -78,31 +76,16 @@ def test_every_state_is_told(tmp_path: Path) -> None:
     assert one_line(found["broken"].error) == "every run failed X: no"
 
 
-def test_the_cost_is_counted_or_estimated_from_the_steps(tmp_path: Path) -> None:
+def test_the_cost_is_what_was_counted(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
-    for step in (1, 2):
-        metrics = {"rollout/cost/judge/mean": 0.01, "rollout/finished_task_count": 3.0}
-        append_metrics(tmp_path / "a", "explorer", step, metrics)
-    state = read_state(tmp_path / "a")
-    assert state is not None
-    state.fingerprint["algorithm.repeat_times"] = 4
-    write_json(tmp_path / "a" / "run.json", vars(state))
-    found = describe(tmp_path / "a")
-    assert found.usd == pytest.approx(0.01 * 3 * 4 * 2)
-    assert found.about
-
-    from aflow_tune.models.spend import Spend, Spent
-
+    assert describe(tmp_path / "a").usd is None
     spend = Spend(path=tmp_path / "a" / "account.sqlite")
     spend.settle(1, "judge", "m", Spent(pico=1_500_000_000_000))  # 1.5 dollars
     found = describe(tmp_path / "a")
     assert (found.usd, found.about) == (1.5, False)
     spend.close()
-    assert describe(tmp_path / "a").usd == 1.5
     (tmp_path / "a" / "account.sqlite").write_bytes(b"no database")
-    with pytest.raises(sqlite3.Error):
-        sqlite3.connect(tmp_path / "a" / "account.sqlite").execute("SELECT * FROM spent")
-    assert describe(tmp_path / "a").about
+    assert describe(tmp_path / "a").usd is None
 
 
 def test_a_chain_is_one_run_with_its_stages(
@@ -252,35 +235,26 @@ def test_the_command_that_began_a_run(tmp_path: Path) -> None:
     config.write_text("")
     told = {"config": str(config), "overrides": ["seed=2"], "inline": True, "cwd": str(tmp_path)}
     write_run(tmp_path / "n", "failed", command=told)
-    found = command_of(tmp_path / "n")
-    assert (found.config, found.overrides, found.inline) == (config, ("seed=2",), True)
+    assert command_of(tmp_path / "n") == (config, ["seed=2"], True, tmp_path)
     write_run(tmp_path / "m", "failed", command={**told, "renamed": True})
-    again = ("seed=2", "name=m", "continue_from_checkpoint=true")
-    assert command_of(tmp_path / "m").overrides == again
+    again = ["seed=2", "name=m", "continue_from_checkpoint=true"]
+    assert command_of(tmp_path / "m")[1] == again
     write_json(tmp_path / "c" / "chain.json", {"stages": [{"name": "learn"}], "command": told})
     write_run(tmp_path / "c" / "learn", "failed")
-    assert command_of(tmp_path / "c" / "learn").overrides == ("seed=2",)
-
-
-def test_a_secret_is_kept_nowhere_and_has_to_be_given_again(tmp_path: Path) -> None:
-    config = tmp_path / "c.yaml"
-    config.write_text("")
-    told = {"config": str(config), "overrides": ["seed=2"], "inline": True, "cwd": str(tmp_path)}
+    assert command_of(tmp_path / "c" / "learn")[1] == ["seed=2"]
+    # A secret is kept nowhere and has to be given again.
     key = "monitor.monitor_args.api_key"
-    write_run(tmp_path / "n", "failed", command={**told, "secret": [key]})
+    write_run(tmp_path / "s", "failed", command={**told, "secret": [key]})
     with pytest.raises(BadInput, match="holds a secret"):
-        command_of(tmp_path / "n")
-    assert command_of(tmp_path / "n", [f"{key}=sk-1"]).overrides == ("seed=2",)
+        command_of(tmp_path / "s")
+    assert command_of(tmp_path / "s", [f"{key}=sk-1"])[1] == ["seed=2"]
 
 
 def test_a_run_that_no_command_began_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "n", "failed")
-    with pytest.raises(BadInput, match=r"tune\(\)"):
-        command_of(tmp_path / "n")
-    with pytest.raises(BadInput, match="no such folder"):
-        command_of(tmp_path / "nowhere")
     told = {"config": "/nowhere/c.yaml", "overrides": [], "inline": None, "cwd": str(tmp_path)}
     write_run(tmp_path / "m", "failed", command=told)
-    with pytest.raises(BadInput, match="it is gone"):
-        command_of(tmp_path / "m")
+    for name, found in (("n", r"tune\(\)"), ("nowhere", "no run.json"), ("m", "it is gone")):
+        with pytest.raises(BadInput, match=found):
+            command_of(tmp_path / name)
     assert cli.main(["runs", "resume", str(tmp_path / "m")]) == 2

@@ -36,7 +36,6 @@ def rate(runners: int, costs: Costs, calls: int = 1, tasks: int = 0, **cluster: 
         # Runners that only wait are linear.
         (5.0, 1, Costs(), {}),
         (80.0, 16, Costs(), {}),
-        (5 / 3, 1, Costs(), {"calls": 3}),
         (25.0, 10, Costs(), {"calls": 2}),
         # 20 ms scheduler, 30 ms on the way, 40 ms of its own, 2 calls of 200 ms: 490 ms.
         (1 / 0.49, 1, Costs(scheduler=0.02, runner=0.04, delay=0.03), {"calls": 2}),
@@ -46,12 +45,9 @@ def rate(runners: int, costs: Costs, calls: int = 1, tasks: int = 0, **cluster: 
         (50.0, 100, Costs(scheduler=0.02), {}),
         # 200 ms of a processor a run, in one process, on one or two cores, or two nodes.
         (5.0, 10, Costs(runner=0.2), {"tasks": 500, "one_process": True}),
-        (5.0, 10, Costs(runner=0.2), {"tasks": 500, "cores": 1}),
         (10.0, 10, Costs(runner=0.2), {"tasks": 500, "cores": 2}),
         (10.0, 10, Costs(runner=0.2), {"tasks": 500, "cores": 1, "nodes": 2}),
         (25.0, 10, Costs(runner=0.2), {"tasks": 500}),
-        # Other processes take cores, but nobody waits for them.
-        (5.0, 1, Costs(other=0.1), {}),
         (5.0, 10, Costs(other=0.1, runner=0.1), {"tasks": 500, "cores": 1}),
     ],
 )

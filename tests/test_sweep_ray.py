@@ -13,7 +13,6 @@ from project import WORKFLOW, write_project
 from ray_nodes import ray_nodes
 
 from aflow_tune.cluster.sweep_ray import cluster_for, needs_of, no_room
-from aflow_tune.cluster.worker import of_a_run
 from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.errors import BadInput
 from aflow_tune.find_ray import FoundRay
@@ -65,25 +64,6 @@ def test_runs_that_would_wait_for_ever_are_refused() -> None:
     whole = configured("engine=trinity", "cluster.node_num=0", "cluster.gpu_per_node=0")
     (fault,) = no_room(whole, {}, nodes, 2)
     assert "the whole cluster" in fault.found
-
-
-def test_a_run_does_not_take_its_worker_s_settings_for_its_own() -> None:
-    worker = {
-        "PATH": "/bin",
-        "OMP_NUM_THREADS": "1",
-        "RAY_JOB_ID": "01",
-        "RAY_AUTH_MODE": "token",
-        "CUDA_VISIBLE_DEVICES": "2",
-        "MY_KEY": KEY,
-        "AFLOW_TUNE_KEYS": "sweep /runs/tiny-sweep",
-        "AFLOW_TUNE_SHIPMENT": "aflow_tune_shipment_0",
-    }
-    assert of_a_run(worker) == {
-        "PATH": "/bin",
-        "RAY_AUTH_MODE": "token",
-        "CUDA_VISIBLE_DEVICES": "2",
-        "MY_KEY": KEY,
-    }
 
 
 @pytest.mark.slow

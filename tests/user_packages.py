@@ -175,7 +175,6 @@ def send(functions: Mapping[str, Any]) -> None:
     out = Path(os.environ["SENT_TO"])
     found, _ = code_of(load_config(None), functions.values())
     told = {
-        "faults": [str(fault) for fault in found.faults],
         "needs": found.needs,
         "variables": sorted(found.variables & ENVIRONMENT.keys()),
         "warnings": found.warnings,

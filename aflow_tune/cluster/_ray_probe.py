@@ -16,33 +16,30 @@ from typing import Any
 
 
 def main() -> None:
-    """Read the question, write the answer."""
     from aflow_tune.errors import BadInput
 
-    question = json.load(sys.stdin)
     try:
-        answer = _look(question, time.monotonic() + question["seconds"])
+        answer = _look(json.load(sys.stdin))
     except BadInput as error:
         answer = {"faults": [(it.where, it.expected, it.found, it.cure) for it in error.faults]}
     print(f"\n{json.dumps(answer)}", flush=True)
     os._exit(0)  # Ray's own way out waits for a cluster that may be gone
 
 
-def _look(question: dict[str, Any], deadline: float) -> dict[str, Any]:
+def _look(question: dict[str, Any]) -> dict[str, Any]:
     import ray
 
     from aflow_tune.cluster.ray_for_run import join, lacking_on_nodes, open_sessions
     from aflow_tune.find_ray import FoundRay, greet
 
-    def left() -> float:
-        return max(deadline - time.monotonic(), 0.1)
-
+    began, seconds = time.monotonic(), question["seconds"]
     found = FoundRay(question["address"], question["source"])
     greet(found)
-    faults = [] if question["trust_users"] else open_sessions(found, left())
+    faults = [] if question["trust_users"] else open_sessions(found, seconds)
     join(found, namespace="aflow-tune-doctor")
     folder = None if question["folder"] is None else Path(question["folder"])
-    faults += lacking_on_nodes(question["needs"], folder, question["where"], left())
+    left = max(0.1, seconds + began - time.monotonic())
+    faults += lacking_on_nodes(question["needs"], folder, question["where"], left)
     return {
         "faults": [(it.where, it.expected, it.found, it.cure) for it in faults],
         "nodes": [node["Resources"] for node in ray.nodes() if node["Alive"]],

@@ -17,11 +17,8 @@ Processes = set[psutil.Process]
 
 
 def session_processes(marker: str) -> Processes:
-    """The processes of a session.
-
-    Ray's own servers carry the session's marker in their environment. Its workers rename
-    themselves, which overwrites theirs: they are found as descendants of the servers.
-    """
+    """The processes of a session: Ray's servers carry its marker in their environment; workers
+    overwrite theirs, and are found as descendants."""
     found: Processes = set()
     everything = [each for each in psutil.process_iter(["ppid"]) if each.pid != os.getpid()]
     for each in everything:
@@ -48,10 +45,8 @@ def alive(processes: Processes) -> list[psutil.Process]:
 
 
 def end_session(marker: str, seen: Processes | None = None, spare: int | None = None) -> None:
-    """Terminate every process of the session but `spare`; kill what is left after 3 s.
-
-    `seen` are processes of the session found earlier, whose parents may be gone by now.
-    """
+    """Terminate every process of the session but `spare`, and those `seen` earlier, whose parents
+    may be gone by now; kill what is left after 3 s."""
     processes = {each for each in (seen or set()) | session_processes(marker) if each.pid != spare}
     for number in (signal.SIGTERM, signal.SIGKILL):
         for each in alive(processes):
@@ -61,11 +56,8 @@ def end_session(marker: str, seen: Processes | None = None, spare: int | None = 
 
 
 def main() -> None:
-    """Block until the pipe closes, then end the session.
-
-    Ray's node server goes down with the command and orphans its agents before anyone could
-    look: so the session's processes are noted once a second while it lives.
-    """
+    """Block until the pipe closes, then end the session. Ray's node server goes down with the
+    command and orphans its agents: so the session's processes are noted once a second before."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     marker, command = sys.argv[1], os.getppid()
     seen: Processes = set()

@@ -2,14 +2,12 @@
 
 The client needs the address of the cluster's dashboard and nothing else. It checks the run as far
 as it can, and sends the user's code with a payload beside it: the configuration as it was read, and
-the functions. Paths of files that travel are relative to the folder that the command was started in
-(the job starts in the copy of that one); all others mean the same on every node or are refused. The
-job asks for its keys by printing a public key, and its last line tells how it ended.
+the functions. Paths of files that travel are relative to the current folder, in whose copy the job
+starts. The job asks for its keys by printing a public key, and its last line tells how it ended.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -22,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import requests
 from ray.job_submission import JobStatus, JobSubmissionClient
 
@@ -53,27 +50,18 @@ Function = Callable[..., Any]
 ENDED = "aflow-tune: ended with exit code "
 _WANTED = "aflow-tune: send the keys sealed for "
 _PAYLOAD, _NAMES = "job.pickle", "keys.txt"
-"""Files beside the code: the run, and the names of its keys."""
-_STOP_SECONDS = 240
-"""How long a stopped job may take to save its state before Ray kills it."""
-_ASKED_SECONDS = 900.0
-"""How long the job may take until it asks for keys: `runtime_env.pip` is installed before."""
+_STOP_SECONDS = 240  # to save its state, before Ray kills the job
+_ASKED_SECONDS = 900.0  # until it asks for keys: `runtime_env.pip` is installed before
 _KEYS_SECONDS, _AWAY_SECONDS, _ANSWER_SECONDS = 120.0, 120.0, 15.0
-_POLL_SECONDS = 0.5
+_POLL_SECONDS = 1.0
 
 
 def prepare_submission(
     config_path: Path, overrides: Sequence[str], folder: Path
 ) -> tuple[AflowConfig, dict[str, Any], list[str], list[str]]:
-    """Check a configuration as far as this machine can, and write what travels into `folder`.
-
-    Returns:
-        The configuration, Ray's `runtime_env` of the job, the names of the variables that the job
-        has to be given, and warnings.
-
-    Raises:
-        BadInput: the configuration, its code or its data were refused.
-    """
+    """Check a configuration as far as this machine can, and write what travels into `folder`;
+    returns the configuration, Ray's `runtime_env` of the job, the names of the variables that the
+    job has to be given, and warnings. BadInput: something was refused."""
     config = load_config(config_path, overrides)
     functions = workflow, judge = functions_of(config)
     if workflow is not None:
@@ -82,12 +70,11 @@ def prepare_submission(
     base = config.positions.base
     code, _ = code_of(config, functions, load_operators(config.operators, base).values())
     for file in _data_of(config, config_path):
-        size = file.stat().st_size
-        if size <= MOST_FILE_BYTES and not holds_keys(file.name):
-            code.files[file] = size
+        if file.stat().st_size <= MOST_FILE_BYTES and not holds_keys(file.name):
+            code.files.add(file)
         else:
             code.warnings.append(f"{file} does not travel: every node must see it where it is here")
-    if faults := [*code.faults, *_not_to_be_sent(config)]:
+    if faults := list(_not_to_be_sent(config)):
         raise BadInput("This run cannot be submitted.", faults)
     names = keys.names_of_keys(config, code)
     config.positions.file = os.path.relpath(config_path)
@@ -106,38 +93,33 @@ def prepare_submission(
 def _not_to_be_sent(config: AflowConfig) -> Iterator[Fault]:
     """Settings that mean another thing on another machine, or are keys: the YAML travels."""
     where, root = config.positions.where, config.checkpoint_root_dir
+    seen = "an absolute path that every node of the cluster sees"
     if not root or not os.path.isabs(root):
-        expected = "an absolute path that every node of the cluster sees"
         cure = "checkpoint_root_dir: /shared/runs"
-        yield Fault(where("checkpoint_root_dir"), expected, repr(root), cure)
+        yield Fault(where("checkpoint_root_dir"), seen, repr(root), cure)
     if config.cluster.ray_address == "local":
         expected, cure = "a run on the cluster that it is submitted to", "take it out"
         yield Fault(where("cluster.ray_address"), expected, "local: a Ray of its own", cure)
     models: dict[str, str] = {}
     for _, part in parts_of(config)[0]:
-        named = {"model.model_path": part.model.model_path}
+        models.setdefault(str(part.model.model_path), part.positions.where("model.model_path"))
         for number, auxiliary in enumerate(part.explorer.auxiliary_models):
-            named[f"explorer.auxiliary_models.{number}.model_path"] = auxiliary.model_path
-        for key, path in named.items():
-            models.setdefault(str(path or ""), part.positions.where(key))
+            key = f"explorer.auxiliary_models.{number}.model_path"
+            models.setdefault(str(auxiliary.model_path), part.positions.where(key))
     for name, place in models.items():
         local = name.startswith((".", "~")) or os.path.isdir(os.path.expanduser(name))
         if local and name not in BUNDLED and not os.path.isabs(name):
-            expected = "a hub id, or an absolute path that every node of the cluster sees"
             cure = "put the model on a shared disk: model.model_path=/shared/models/NAME"
-            yield Fault(place, expected, repr(name), cure)
+            yield Fault(place, f"a hub id, or {seen}", repr(name), cure)
     for key, value in config.flatten().items():
         if ".headers_env." not in key and masked(key, value) != value:
             place = where(key).partition("=")[0]  # what was typed holds the value
-            cure = "take it out and export it: clients read their keys from the environment"
-            if key.startswith("runtime_env.env_vars."):
-                cure = NAME_IT
+            cure = f"take it out and export it, or {NAME_IT}"
             yield Fault(place, "no keys: clusters keep what is sent", "a key in clear", cure)
 
 
 def _data_of(config: AflowConfig, config_path: Path) -> list[Path]:
-    """The YAML, the files of task sets and those that the settings of graph, writer and harvest
-    name."""
+    """The YAML, and the files of task sets, graph, writer and harvest."""
     data = [Path(os.path.abspath(config_path))]
     for _, part in parts_of(config)[0]:
         sets: list[Any] = [taskset for _, taskset, _ in user_tasksets(part)]
@@ -156,11 +138,7 @@ def _data_of(config: AflowConfig, config_path: Path) -> list[Path]:
 
 def open_payload() -> tuple[AflowConfig, tuple[Function | None, Function | None]]:
     """Configuration and functions as the client sent them, with the keys put into this process's
-    environment.
-
-    Raises:
-        RunFailed: this is no submitted job, or the keys did not come.
-    """
+    environment. RunFailed: this is no submitted job, or the keys did not come."""
     arrival = arrive()
     if arrival is None or arrival.base is None:
         raise RunFailed("this is no job that `aflow-tune submit` sent")
@@ -172,7 +150,7 @@ def open_payload() -> tuple[AflowConfig, tuple[Function | None, Function | None]
 
 
 def _receive_keys() -> dict[str, str]:
-    """Ask the client for keys and wait for them; what came is deleted from the cluster."""
+    """Ask the client for keys; what comes is deleted from the cluster."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # made in Cython
 
     receiver = keys.Receiver()
@@ -190,41 +168,33 @@ def _receive_keys() -> dict[str, str]:
 
 
 def _package_of(public: str) -> str:
-    """The package as which the keys for a public key are uploaded."""
     return f"_aflow_tune_keys_{public[:32]}.zip"
 
 
 class Jobs:
-    """The jobs of one cluster.
-
-    Args:
-        address: the dashboard's, such as http://HEAD:8265, or that of the cluster. None: that of
-            RAY_API_SERVER_ADDRESS, of RAY_ADDRESS, or of the Ray that runs here.
-
-    Raises:
-        BadInput: no job server answers there, or it does not take our token.
-    """
+    """The jobs of one cluster. `address`: the dashboard's, such as http://HEAD:8265, or that of the
+    cluster. None: that of RAY_API_SERVER_ADDRESS, of RAY_ADDRESS, or of the Ray that runs here.
+    BadInput: no job server answers there, or it does not take our token."""
 
     def __init__(self, address: str | None = None) -> None:
         use_token()
         logging.getLogger("ray").setLevel(logging.WARNING)  # it tells of every upload
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"ray\.dashboard")
-        given = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
-        address = address or given or running_here()
-        if address is None:
-            raise _no_server("--address", "no Ray runs on this machine")
-        if re.fullmatch(r"[^/\s]+:\d+", address) and not answers(address):  # Ray tries for long
-            raise _no_server(address, "no Ray answers there")
-        # Ray lets RAY_ADDRESS win over the address that it is given.
-        names = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
-        held = {name: os.environ.pop(name) for name in names if name in os.environ}
+        names = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+        # Popped, as Ray lets them win over the address that it is given.
+        held = {name: os.environ.pop(name) for name in names if os.environ.get(name)}
+        address = address or next(iter(held.values()), None) or running_here()
         try:
+            if address is None:
+                raise ConnectionError("no Ray runs on this machine")
+            if re.fullmatch(r"[^/\s]+:\d+", address) and not answers(address):  # Ray tries for long
+                raise ConnectionError("no Ray answers there")
             if address.startswith(("http://", "https://")):
                 # Ray's client waits without end for what has the port and is silent.
                 requests.get(f"{address.rstrip('/')}/api/version", timeout=_ANSWER_SECONDS)
             self.client = JobSubmissionClient(address)
         except Exception as error:  # Ray's AuthenticationError has no base of its own
-            raise _no_server(address, " ".join(str(error).split())[:400]) from error
+            raise _no_server(address or "--address", " ".join(str(error).split())[:400]) from error
         finally:
             os.environ.update(held)
 
@@ -232,13 +202,9 @@ class Jobs:
         self, config_path: Path, overrides: Sequence[str], say: Callable[[str], None] = print
     ) -> str:
         """Check a configuration as far as this machine can, send it, and hand over its keys;
-        returns the job's id.
-
-        Raises:
-            BadInput: the configuration, its code or its data were refused, or other users of this
-                machine, if the cluster is here, could change them; nothing was sent.
-            RunFailed: the cluster did not take the job, or it ended before it asked for its keys.
-        """
+        returns the job's id. BadInput: it was refused, or other users of this machine, if the
+        cluster is here, could change what is sent; nothing was. RunFailed: the cluster did not take
+        the job, or it ended before it asked for its keys."""
         with tempfile.TemporaryDirectory(prefix="aflow-tune-") as folder:
             prepared = prepare_submission(config_path, overrides, Path(folder))
             config, environment, names, warned = prepared
@@ -268,38 +234,23 @@ class Jobs:
         return str(job)
 
     def follow(self, job: str, show: Callable[[str], None]) -> int:
-        """Show a job's log until it ends; returns its exit code.
-
-        Raises:
-            BadInput: there is no such job.
-            RunFailed: the job server was away for too long; the job goes on.
-        """
+        """Show a job's log until it ends; returns its exit code. BadInput: there is no such job.
+        RunFailed: the job server was away for too long; the job goes on."""
         self.status(job)
-        shown, heard = 0, time.monotonic()
-
-        async def tail() -> None:
-            nonlocal shown
-            seen = 0
-            async for text in self.client.tail_job_logs(job):
-                new, seen = text[max(0, shown - seen) :], seen + len(text)
-                if new:
-                    show(new)
-                    shown = max(shown, seen)
-
-        while True:
-            try:
-                asyncio.run(tail())
-                if self.client.get_job_status(job).is_terminal():
-                    break
-                heard = time.monotonic()
-            except (OSError, RuntimeError, aiohttp.ClientError) as error:
-                if time.monotonic() - heard > _AWAY_SECONDS:
-                    text = f"the job server is away; job {job} goes on: {error}"
-                    raise RunFailed(text) from error
+        text, heard, ended = "", time.monotonic(), False
+        while not ended:
             time.sleep(_POLL_SECONDS)
-        text = self.client.get_job_logs(job)
-        if len(text) > shown:
-            show(text[shown:])
+            try:
+                ended = self.client.get_job_status(job).is_terminal()
+                heard = time.monotonic()
+                before, text = len(text), self.client.get_job_logs(job)
+                if len(text) > before:
+                    show(text[before:])
+            except (OSError, RuntimeError) as error:
+                if time.monotonic() - heard > _AWAY_SECONDS:
+                    away = f"the job server is away; job {job} goes on: {error}"
+                    raise RunFailed(away) from error
+                ended = False
         if told := re.findall(rf"^{ENDED}(\d+)$", text, re.MULTILINE):
             return int(told[-1])
         code = self.client.get_job_info(job).driver_exit_code
@@ -311,18 +262,12 @@ class Jobs:
         return bool(self.client.stop_job(job))
 
     def status(self, job: str) -> JobStatus:
-        """Where a job is.
-
-        Raises:
-            BadInput: there is no such job.
-        """
+        """Where a job is. BadInput: there is no such job."""
         try:
             return self.client.get_job_status(job)
         except RuntimeError as error:
-            there = ", ".join(row["job"] for row in self.listed()[-3:]) or "none"
-            found = f"unknown; our latest: {there}"
-            title = "There is no such job."
-            raise BadInput.of(title, job, "the id of a job", found, "--list") from error
+            title, cure = "There is no such job.", "aflow-tune submit --list"
+            raise BadInput.of(title, job, "the id of a job", "unknown", cure) from error
 
     def listed(self) -> list[dict[str, Any]]:
         """Our jobs, the latest last: id, status, run folder, seconds since the start."""
@@ -331,9 +276,15 @@ class Jobs:
             run = (info.metadata or {}).get("aflow_tune_run")
             if run is not None and info.submission_id is not None:
                 end = info.end_time or time.time() * 1000
-                row = {"job": info.submission_id, "status": info.status.value, "run": run}
-                row["seconds"] = round((end - (info.start_time or end)) / 1000, 1)
-                rows.append({**row, "start": info.start_time or 0})
+                rows.append(
+                    {
+                        "job": info.submission_id,
+                        "status": info.status.value,
+                        "run": run,
+                        "seconds": round((end - (info.start_time or end)) / 1000, 1),
+                        "start": info.start_time or 0,
+                    }
+                )
         return sorted(rows, key=lambda row: row["start"])
 
     def _hand_over(self, job: str, names: Sequence[str]) -> None:

@@ -1,15 +1,13 @@
 """Keys reach the workers in memory: from the command's environment to theirs, sealed.
 
-Ray logs the environment of a `runtime_env` in clear and shows it in its dashboard. So only names
-are known outside: of the variables that the configuration or the user's code names, and of the
-usual hubs and trackers. Before a worker imports any code of the user's it puts a public key of its
-own into the cluster's table (Ray's internal key-value store); the command answers with the keys,
-sealed for it, and both entries are deleted. A submitted job prints its public key instead
-(`jobs.py`). The processes of a Ray of our own have the command's environment anyway.
+Ray logs the environment of a `runtime_env` in clear and shows it in its dashboard. So before a
+worker imports any code of the user's it puts a public key of its own into Ray's internal key-value
+store; the command answers with the keys, sealed for it, and both entries are deleted. A submitted
+job prints its public key instead (`jobs.py`). A Ray of our own has the command's environment.
 
 Sealed is with X25519, HKDF-SHA256 and ChaCha20-Poly1305, with a key pair of the sender's that is
-used once. Who can read or change the cluster's storage learns nothing from it, but who can change
-what a job prints could put a key of their own there: the job server's token guards that.
+used once. Who can read or change the cluster's storage learns nothing from it; who can change what
+a job prints could put a key of their own there: the job server's token guards that.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import re
 import threading
@@ -43,10 +40,7 @@ from aflow_tune.shipping import Code
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
 
-VARIABLE = "AFLOW_TUNE_KEYS"
-"""Environment variable of workers: the namespace of the run that has keys for them."""
-
-log = logging.getLogger("trinity")
+VARIABLE = "AFLOW_TUNE_KEYS"  # of workers: the namespace of the run that has keys for them
 _TABLE = "aflow-tune"
 _WANTED, _SEALED = "/wanted", "/sealed"
 
@@ -63,8 +57,7 @@ _USUAL = (
     *("SERPAPI_API_KEY", "EXA_API_KEY", "E2B_API_KEY", "LANGSMITH_API_KEY"),
     *("LANGFUSE_SECRET_KEY", "LANGFUSE_PUBLIC_KEY", "LANGFUSE_HOST"),
 )
-"""What clients of usual vendors, hubs and trackers read by themselves. An address goes with its
-key: without it the key would be sent to somebody else."""
+"""What clients read by themselves. An address goes with its key, or that went elsewhere."""
 _OF_VENDORS = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
 _OF_THE_NODE = {
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "TMPDIR", "TEMP", "TMP"),
@@ -75,7 +68,6 @@ _OF_THE_NODE = {
     *("TIKTOKEN_CACHE_DIR", "VLLM_CACHE_ROOT", "WANDB_DIR", "WANDB_CACHE_DIR", "TENSORBOARD_DIR"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
 }
-"""Folders, devices and the like, which are others on every node."""
 _OF_THE_NODE_BY_PREFIX = ("RAY_", "PYTHON", "LD_", "AFLOW_TUNE_", "CONDA_", "XDG_", "LC_", "_")
 _WAIT_SECONDS, _POLL_SECONDS = 60.0, 0.1
 _SHORTEST_SECRET = 8
@@ -86,10 +78,7 @@ _SECRET = re.compile(
 
 
 def names_of_keys(config: AflowConfig, code: Code) -> list[str]:
-    """Variables of this environment that the run's workers get, by name.
-
-    What belongs to a node (`PATH`, `HOME`, `CUDA_VISIBLE_DEVICES`, ...) is never among them.
-    """
+    """Variables of this environment that the run's workers get; never what belongs to a node."""
     external = config.model.external_model
     named = {*_USUAL, *code.variables, *_named_as_keys(config)}
     named |= {str(external.base_url_env)} if external.enable else set()
@@ -101,8 +90,8 @@ def names_of_keys(config: AflowConfig, code: Code) -> list[str]:
 
 
 def secrets_of(config: AflowConfig, code: Code) -> dict[str, str]:
-    """Those of `names_of_keys` that are secrets, with their values: what must be in nothing that
-    is sent. Of what only the user's code names: what is called a key and has a digit in it."""
+    """Those of `names_of_keys` that nothing that is sent may hold, with their values. Of what only
+    the user's code names: what is called a key and has a digit in it."""
     named = _named_as_keys(config)
     values = {name: os.environ[name] for name in names_of_keys(config, code)}
     return {
@@ -138,11 +127,7 @@ def handing_over(names: Sequence[str], namespace: str) -> Iterator[None]:
 
 
 def take_keys() -> None:
-    """In a worker: put the run's keys into its environment.
-
-    Raises:
-        TimeoutError: nobody answers within a minute.
-    """
+    """In a worker: put the run's keys into its environment. TimeoutError: nobody answers."""
     namespace = os.environ.get(VARIABLE)
     if not namespace:
         return
@@ -159,9 +144,8 @@ def take_keys() -> None:
 
 
 def _answer(held: dict[str, str], namespace: str, ended: threading.Event) -> None:
-    away = False
     while not ended.wait(_POLL_SECONDS):
-        try:
+        with contextlib.suppress(Exception):  # the head is away: the run tells, or it comes back
             for key in _internal_kv_list(_place(namespace), namespace=_TABLE):
                 name = key.decode()
                 public = _internal_kv_get(name, namespace=_TABLE)
@@ -170,11 +154,6 @@ def _answer(held: dict[str, str], namespace: str, ended: threading.Event) -> Non
                 _internal_kv_del(name, namespace=_TABLE)
                 answer = name.removesuffix(_WANTED) + _SEALED
                 _internal_kv_put(answer, seal(held, public.decode()), namespace=_TABLE)
-            away = False
-        except Exception as error:  # the head is away: the run itself will tell, or it comes back
-            if not away:
-                log.warning("keys cannot be handed over: %s", error)
-            away = True
 
 
 def _place(namespace: str) -> str:
@@ -187,18 +166,10 @@ class Receiver:
 
     def __init__(self) -> None:
         self._private = X25519PrivateKey.generate()
-
-    @property
-    def public(self) -> str:
-        """The public half in hexadecimal."""
-        return self._private.public_key().public_bytes_raw().hex()
+        self.public = self._private.public_key().public_bytes_raw().hex()
 
     def open(self, sealed: bytes) -> dict[str, str]:
-        """The keys by name.
-
-        Raises:
-            RunFailed: it was not sealed for this receiver, or was changed.
-        """
+        """The keys by name. RunFailed: it was not sealed for this receiver, or was changed."""
         sender = X25519PublicKey.from_public_bytes(sealed[:32])
         try:
             cipher = _cipher(self._private, sender, self.public)
@@ -208,8 +179,7 @@ class Receiver:
 
 
 def seal(keys: Mapping[str, str], public: str) -> bytes:
-    """Seal keys for the receiver with this public half: sender's public key (32 bytes), nonce (12),
-    content."""
+    """Sender's public key (32 bytes), nonce (12), content."""
     own = X25519PrivateKey.generate()
     receiver = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
     nonce = os.urandom(12)

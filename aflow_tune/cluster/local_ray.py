@@ -1,8 +1,7 @@
 """A Ray of our own on this machine: started quietly, on loopback, and never left behind.
 
-`ray.shutdown()` takes the cluster down when the command ends in order. When the command is
-killed, nobody calls it: a watchdog process, which holds the read end of a pipe whose write
-end only the command has, sees the pipe close and ends every process of the session.
+`ray.shutdown()` takes the cluster down when the command ends in order. When the command is killed,
+a watchdog process sees a pipe close that only the command holds open, and ends the session.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ def local_ray(
     for_gpus: bool = False,
     logical_gpus: int | None = None,
 ) -> Iterator[None]:
-    """Start a local Ray for the block, whatever `RAY_ADDRESS` says, and stop it after.
+    """Start a local Ray for the block, whatever `RAY_ADDRESS` says, and stop it after. BadInput:
+    there is no folder for its files that other users cannot change. RunFailed: it did not come up.
 
     Args:
         namespace: Ray namespace of the run's actors.
@@ -43,10 +43,6 @@ def local_ray(
         hook: dotted name of a function that every worker calls first.
         for_gpus: leave the object store's size to Ray, which goes by the machine's memory.
         logical_gpus: how many GPUs Ray counts; None for those that it finds.
-
-    Raises:
-        BadInput: there is no folder for its files that other users cannot change.
-        RunFailed: it did not come up.
     """
     base = make_ray_base()
     runtime_env: dict[str, Any] = {"env_vars": env_vars}
@@ -62,9 +58,8 @@ def local_ray(
     # Every Ray process inherits it, and is recognised by it when the command is gone.
     marker = f"{os.getpid()}-{time.time_ns()}"
     os.environ["AFLOW_TUNE_RAY_SESSION"] = marker
-    # Ray opens its ports on every interface of a Linux machine, unless clusters are off: then
-    # the node's address is loopback and its servers bind there. The variable is for the
-    # processes that Ray starts; this process has read it already.
+    # Ray opens its ports on every interface of a Linux machine, unless clusters are off. The
+    # variable is for the processes that Ray starts; this one has read it already.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -1,9 +1,8 @@
 """`aflow-tune cluster up|status|down`: a Ray that outlives commands, on one machine or several.
 
 On one machine it is `ray start`, on loopback and with a token, and `down` ends the processes of
-that Ray alone: `ray stop` would end every Ray of the user, running trainings among them. Several
-machines are Ray's own cluster launcher (`ray up`, `ray down`), from a Ray cluster YAML of the
-user's or from host names, for which the YAML of its on-premise provider is written.
+that Ray alone: `ray stop` would end every Ray of the user. Several machines are Ray's own launcher
+(`ray up`, `ray down`), from a Ray cluster YAML, which is written for host names.
 """
 
 from __future__ import annotations
@@ -26,28 +25,22 @@ from aflow_tune.cluster._watchdog import alive, end_session, session_processes
 from aflow_tune.cluster.local_ray import did_not_start
 from aflow_tune.engines.local.models import cache_dir
 from aflow_tune.errors import BadInput, RunFailed
+from aflow_tune.files import write_json
 from aflow_tune.find_ray import make_ray_base, running_here, use_token
 
-PYTHON_VARIABLE = "AFLOW_TUNE_PYTHON"
-"""Environment variable of a node: the interpreter of jobs, where `python` is another one."""
+PYTHON_VARIABLE = "AFLOW_TUNE_PYTHON"  # of a node: the interpreter of jobs
 GCS_PORT = 6379
 _TOKEN = "~/.ray/auth_token"
 Note = dict[str, str]
-"""The cluster that `up` started last, as it is kept between commands: of this machine `address`,
-`dashboard` and `session` (what its processes have in their environment), of several `config` (the
-YAML), `address` and `prefix` (what a command on a host begins with)."""
+"""The cluster that `up` started last: of this machine `address`, `dashboard` and `session` (in the
+environment of its processes), of several `config` (the YAML), `address` and `prefix` (of commands
+on a host)."""
 
 
 def up_here(options: Sequence[str] = ()) -> Note:
-    """Start a Ray on this machine that later commands find by themselves.
-
-    Args:
-        options: further arguments of `ray start`, such as --num-cpus=4.
-
-    Raises:
-        BadInput: one runs already, or the machine has no place for its files.
-        RunFailed: it did not start.
-    """
+    """Start a Ray on this machine that later commands find by themselves. `options`: further
+    arguments of `ray start`. BadInput: one runs already, or the machine has no place for its files.
+    RunFailed: it did not start."""
     running = running_here()
     if running is not None:
         cure = "use it (`aflow-tune cluster status`), or end it first: `aflow-tune cluster down`"
@@ -76,22 +69,15 @@ def up_here(options: Sequence[str] = ()) -> Note:
     address = running_here()
     if started.returncode != 0 or address is None:
         end_session(session)
-        silent = "it started, but does not answer" if started.returncode == 0 else ""
-        raise did_not_start(silent or started.stderr or started.stdout, base)
+        raise did_not_start(started.stderr or started.stdout, base)
     url = f"http://127.0.0.1:{dashboard}"
     return _keep({"address": address, "dashboard": url, "session": session})
 
 
 def up_several(config: Path, environment: str | None = None) -> Note:
-    """Start the cluster of a Ray cluster YAML with `ray up`, whose output is shown.
-
-    Args:
-        environment: the virtual environment on every host, of a YAML that `hosts_yaml` wrote.
-
-    Raises:
-        BadInput: the YAML cannot be read.
-        RunFailed: `ray up` failed.
-    """
+    """Start the cluster of a Ray cluster YAML with `ray up`, whose output is shown. `environment`:
+    the virtual environment on every host, of a YAML that `hosts_yaml` wrote. BadInput: the YAML
+    cannot be read. RunFailed: `ray up` failed."""
     provider = read_cluster_yaml(config)["provider"] or {}
     make_token()
     print(f"ray up {config}", flush=True)
@@ -104,22 +90,17 @@ def up_several(config: Path, environment: str | None = None) -> Note:
 def hosts_yaml(
     hosts: Sequence[str], user: str, key: str | None = None, environment: str | None = None
 ) -> Path:
-    """Write the YAML of a cluster of hosts that are reached by ssh; the first is the head.
-
-    The token travels as a file, by ssh. The dashboard listens on the head's loopback (`ray
-    dashboard YAML` forwards it).
+    """Write the YAML of a cluster of hosts that are reached by ssh, as is the token's file; the
+    first is the head. BadInput: a host is named twice, or the token is in the environment alone.
 
     Args:
         user: the ssh user on all hosts.
         key: the private key's file. None: what ssh would use.
         environment: the virtual environment with aflow-tune on every host.
-
-    Raises:
-        BadInput: a host is named twice, or the token is in the environment alone.
     """
     if len(set(hosts)) < len(hosts):
         title, given = "A host is named twice.", " ".join(hosts)
-        raise BadInput.of(title, given, "each host once", given, "name each once")
+        raise BadInput.of(title, "hosts", "each host once", given, "name each once")
     with_token = _auth_mode() == "token"
     if with_token and os.environ.get("RAY_AUTH_TOKEN"):
         expected = "a token in a file, which is copied to the hosts by ssh"
@@ -159,12 +140,8 @@ def hosts_yaml(
 
 
 def status(config: Path | None = None) -> str:
-    """What Ray says about the cluster: nodes, resources, what waits for them.
-
-    Raises:
-        BadInput: no Ray runs here, and no other cluster is known.
-        RunFailed: it does not answer.
-    """
+    """What Ray says about the cluster: nodes, resources, what waits for them. BadInput: no Ray runs
+    here, and no other cluster is known. RunFailed: it does not answer."""
     known, address = _known(), running_here()
     if config is None and address is None and known.get("config"):
         config = Path(known["config"])
@@ -176,19 +153,15 @@ def status(config: Path | None = None) -> str:
         cure = "aflow-tune cluster up, or name the YAML of a cluster elsewhere"
         title = "There is no cluster."
         raise BadInput.of(title, "this machine", "a Ray that answers", "none", cure)
-    lines = [f"address:   {address}", f"token:     {'used' if use_token() else 'none'}"]
-    if known.get("address") == address:
-        lines.append(f"dashboard: {known['dashboard']}")
+    dashboard = known["dashboard"] if known.get("address") == address else "unknown"
+    lines = [f"address:   {address}", f"dashboard: {dashboard}"]
+    lines.append(f"token:     {'used' if use_token() else 'none'}")
     return "\n".join([*lines, _run(["status", f"--address={address}"], shown=False).strip()])
 
 
 def down(config: Path | None = None) -> str:
-    """End the cluster that `up` started; returns what was ended.
-
-    Raises:
-        BadInput: `up` started none, and none is named.
-        RunFailed: `ray down` failed, or processes are still there.
-    """
+    """End the cluster that `up` started, and say so. BadInput: `up` started none, and none is
+    named. RunFailed: `ray down` failed, or processes are still there."""
     known = _known()
     if config is None and known.get("config"):
         config = Path(known["config"])
@@ -198,10 +171,9 @@ def down(config: Path | None = None) -> str:
         _note().unlink(missing_ok=True)
         return f"ended the cluster of {config}"
     if not known:
-        running = running_here()
-        found = f"the Ray at {running}, which something else started" if running else "none"
+        found = f"the Ray at {running}" if (running := running_here()) else "none"
         expected = "a Ray that `aflow-tune cluster up` started"
-        cure = "`ray stop` ends every Ray of yours on this machine" if running else "nothing to do"
+        cure = "`ray stop` ends every Ray of yours on this machine"
         raise BadInput.of("There is no cluster to end.", "this machine", expected, found, cure)
     processes = session_processes(known["session"])
     end_session(known["session"], processes)
@@ -212,8 +184,7 @@ def down(config: Path | None = None) -> str:
 
 
 def make_token() -> None:
-    """See to it that there is a token, in Ray's own place, and that the Ray started next asks for
-    it; `RAY_AUTH_MODE` wins."""
+    """A token in Ray's own place, which the Ray started next asks for; `RAY_AUTH_MODE` wins."""
     if _auth_mode() != "token":
         return
     # It prints the token: what it says is never shown.
@@ -225,11 +196,7 @@ def make_token() -> None:
 
 
 def read_cluster_yaml(path: Path) -> Mapping[str, Any]:
-    """A Ray cluster YAML.
-
-    Raises:
-        BadInput: it is missing, or is none.
-    """
+    """A Ray cluster YAML. BadInput: it is missing, or is none."""
     try:
         told = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(told, dict) and {"cluster_name", "provider"} <= told.keys():
@@ -243,7 +210,6 @@ def read_cluster_yaml(path: Path) -> Mapping[str, Any]:
 
 
 def _prefix(environment: str | None) -> str:
-    """What a command on one of the hosts begins with."""
     return f"{_path(environment)}RAY_AUTH_MODE={_auth_mode()} "
 
 
@@ -293,6 +259,5 @@ def _known() -> Note:
 
 
 def _keep(note: Note) -> Note:
-    _note().parent.mkdir(parents=True, exist_ok=True)
-    _note().write_text(json.dumps(note), encoding="utf-8")
+    write_json(_note(), note)
     return note

@@ -1,10 +1,9 @@
 """The Ray of one run: a running one that was found, or one of its own.
 
 Before a run starts on a Ray of others, two things are asked of its nodes, by `aflow-tune doctor`
-too. First, on a connection that brings no code: could other users of a machine change what Ray
-unpacks there (`open_sessions`). Then, in the environment of the run's workers: is our package there
-in this version, are the packages that the user's code imports, does the node see the run folder
-(`lacking_on_nodes`). Afterwards nothing of the run is left on it.
+too: could other users of a machine change what Ray unpacks there (`open_sessions`), on a connection
+that brings no code; and is everything there that the run needs (`lacking_on_nodes`). Afterwards
+nothing of the run is left on it.
 """
 
 from __future__ import annotations
@@ -49,10 +48,8 @@ Function = Callable[..., Any]
 READ_INSIDE = "read it inside the function, with os.environ: every worker has it"
 NAME_IT = "give its name instead: `runtime_env: {secrets: [NAME]}`"
 _LASTING = "synchronizer"
-_LEAVE_SECONDS = 15.0
-"""How long the actors of a command that was just killed may take to go."""
-_ASK_SECONDS = 300.0
-"""For the first workers of all nodes: `runtime_env.pip` is installed then."""
+_LEAVE_SECONDS = 15.0  # the actors of a command that was just killed take a while to go
+_ASK_SECONDS = 300.0  # for the first workers of all nodes: `runtime_env.pip` is installed then
 _OPEN = "Other users could change the code of this run."
 
 
@@ -63,16 +60,11 @@ def ray_for_run(
     env_vars: dict[str, str],
     phase: Callable[[str], None],
 ) -> Iterator[None]:
-    """Be on the run's Ray for the block, with the user's code in every worker.
-
-    Raises:
-        BadInput: the Ray cannot be joined, or the functions cannot be sent, or this process is on
-            a Ray already.
-    """
+    """Be on the run's Ray for the block, with the user's code in every worker. BadInput: the Ray
+    cannot be joined, the functions cannot be sent, or this process is on a Ray already."""
     if ray.is_initialized():  # code and keys are part of how a process joins Ray
-        expected = "a process that has not joined Ray: the run does that, with its code and keys"
+        title, expected = "This process is on a Ray already.", "a process that has not joined Ray"
         cure = "take `ray.init()` out and name the cluster with `cluster.ray_address`"
-        title = "This process is on a Ray already."
         raise BadInput.of(title, "ray.init()", expected, "it was called before tune()", cure)
     code, content = code_of(config, functions)
     found = find_ray(config)
@@ -98,15 +90,9 @@ def code_of(
     config: AflowConfig, functions: Iterable[Function | None], further: Iterable[Any] = ()
 ) -> tuple[Code, bytes]:
     """What the functions of a run and the modules that its configuration names (in dotted paths,
-    such as that of a policy loss) need; and the functions as bytes, which shows that they can be
-    sent. In a submitted job the client has found and sent everything.
-
-    Args:
-        further: other objects whose code has to travel, such as operators.
-
-    Raises:
-        BadInput: something that a function holds cannot be pickled; it is named.
-    """
+    such as that of a policy loss) need; and the functions as bytes. In a submitted job the client
+    has found and sent everything. `further`: other objects whose code has to travel, such as
+    operators. BadInput: something that a function holds cannot be pickled; it is named."""
     content, modules = pack(functions)
     named = [value for value in config.flatten().values() if isinstance(value, str)]
     dotted = [value for value in named if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", value)]
@@ -117,21 +103,15 @@ def code_of(
     }
     texts = [text for _, text, _ in pickletools.genops(content) if isinstance(text, str)]
     runs = [Path(config.checkpoint_root_dir)] if config.checkpoint_root_dir else []
-    in_job = shipping.is_submitted()
-    include = () if in_job else [Path(name).expanduser() for name in config.runtime_env.include]
+    named = [] if shipping.is_submitted() else config.runtime_env.include
+    include = [Path(name).expanduser() for name in named]
     stays = shipping.LeftOut(runs, config.runtime_env.exclude)
-    code = shipping.gather(modules, texts, include, stays)
-    if in_job:
-        code.faults.clear()
-    return code, content
+    return shipping.gather(modules, texts, include, stays), content
 
 
 def refuse_secrets(content: bytes, secrets: Mapping[str, str], where: str, cure: str) -> None:
-    """Refuse to send what holds the value of a key: clusters log it and keep it on disk.
-
-    Raises:
-        BadInput: it does; the variables are named.
-    """
+    """Refuse to send what holds the value of a key, with the variable's name: clusters log it and
+    keep it on disk."""
     if faults := list(shipping.secrets_in(content, secrets, where, cure)):
         raise BadInput("A key would travel in clear.", faults)
 
@@ -144,14 +124,9 @@ def runtime_env_of(
     with_keys: bool,
     extra: Mapping[str, bytes] | None = None,
 ) -> dict[str, Any]:
-    """The environment of a run's workers; writes what travels into `folder`.
-
-    A job that `aflow-tune submit` sent has one already, which Ray merges with this one: then only
-    what differs from run to run is in it.
-
-    Raises:
-        BadInput: a file cannot be read, or the value of a key would travel in clear.
-    """
+    """The environment of a run's workers; writes what travels into `folder`. A job that `aflow-tune
+    submit` sent has one already, which Ray merges with this one. BadInput: a file cannot be read,
+    or the value of a key would travel in clear."""
     given = {**config.runtime_env.env_vars, **env_vars}
     if with_keys:
         given[keys.VARIABLE] = config.ray_namespace
@@ -181,18 +156,14 @@ def attached_ray(
     content: bytes,
     env_vars: Mapping[str, str],
 ) -> Iterator[None]:
-    """Join a running Ray for the block; afterwards nothing of the run is left there.
+    """Join a running Ray for the block; afterwards nothing of the run is left there. BadInput: it
+    cannot be joined, the code cannot travel or could be changed by other users of a node, or nodes
+    lack something.
 
     Args:
         content: the functions as they are sent.
         env_vars: plain environment of the workers. Ray logs it: never a place for keys.
-
-    Raises:
-        BadInput: it cannot be joined, the code cannot travel or could be changed by other users
-            of a node, or nodes lack something.
     """
-    if code.faults:
-        raise BadInput("The code of this run cannot travel to the workers.", code.faults)
     refuse_secrets(content, keys.secrets_of(config, code), "the functions", READ_INSIDE)
     greet(found)
     if not config.runtime_env.trust_users and (faults := open_sessions(found)):
@@ -232,11 +203,7 @@ def spans_nodes() -> bool:
 
 
 def join(found: FoundRay, **settings: Any) -> None:
-    """Connect this process to a Ray that was greeted.
-
-    Raises:
-        BadInput: it does not take us.
-    """
+    """Connect this process to a Ray that was greeted. BadInput: it does not take us."""
     try:
         ray.init(address=found.address, log_to_driver=False, logging_level="ERROR", **settings)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -246,11 +213,8 @@ def join(found: FoundRay, **settings: Any) -> None:
 def _on_nodes(
     function: Function, asked: Mapping[str, tuple[Any, ...]], seconds: float
 ) -> dict[str, Any]:
-    """Call a function with these arguments on nodes, both by the node's id.
-
-    Returns:
-        By id what it returned, or the error; `TimeoutError` of a node that was silent.
-    """
+    """Call a function on nodes, with arguments by the node's id; returns by id what it returned, or
+    the error; `TimeoutError` of a node that was silent."""
     task = ray.remote(function)
     answers = {}
     for node, arguments in asked.items():
@@ -274,13 +238,8 @@ def _on_nodes(
 def lacking_on_nodes(
     needs: Mapping[str, str], folder: Path | None, where: str, seconds: float = _ASK_SECONDS
 ) -> list[Fault]:
-    """What the nodes of the Ray that this process has joined lack for a run.
-
-    Args:
-        needs: top-level packages that must be installed, to the place that imports them.
-        folder: what every node must see; None: not asked.
-        where: the place of the setting that names the folder.
-        seconds: how long they are waited for.
+    """What the nodes of the Ray that this process has joined lack for a run: `needs` are top-level
+    packages, to the place that imports them; `folder`, named at `where`, is one that all must see.
     """
     here = importlib.metadata.version("aflow-tune")
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
@@ -295,9 +254,8 @@ def lacking_on_nodes(
         name, told = f"node {address} ({node[:8]})", answers[node]
         if isinstance(told, Exception):
             last = (str(told).strip() or type(told).__name__).splitlines()[-1][:600]
-            expected = "a worker that starts with our code"
             cure = "install aflow-tune there, in the Python that Ray runs with; see `ray status`"
-            faults.append(Fault(name, expected, last, cure))
+            faults.append(Fault(name, "a worker that starts with our code", last, cure))
             continue
         if told["version"] != here:
             found, cure = f"aflow-tune {told['version']}", "install the same version there"
@@ -305,35 +263,28 @@ def lacking_on_nodes(
         for found, reason, cure in told.get("clashes", ()):  # another version may not tell
             faults.append(Fault(name, reason, found, cure))
         for found in told.get("conflicts", ()):
-            cure = "rename your module: the worker has that name from elsewhere"
-            faults.append(Fault(name, "your modules under their own names", found, cure))
+            faults.append(Fault(name, "your own module", found, "rename your module"))
         for missing in told["missing"]:
             package = importlib.metadata.packages_distributions().get(missing, [missing])[0]
             cure = f"`runtime_env: {{pip: [{package}]}}`, or install it there"
             place = f"{name}: {needs[missing]}"
             faults.append(Fault(place, f"`{missing}`", "not installed there", cure))
         if not told["sees"]:
-            cure = "give a path on a shared disk: `checkpoint_root_dir: /shared/runs`"
-            expected, found = "a folder that every node sees", f"{folder} is not there"
-            faults.append(Fault(f"{name}: {where}", expected, found, cure))
+            cure, found = "checkpoint_root_dir: /shared/runs", f"{folder} is not there"
+            faults.append(Fault(f"{name}: {where}", "a folder that every node sees", found, cure))
     return faults
 
 
 def _take_namespace(config: AflowConfig) -> None:
-    """Make sure that no other run works under this name, and end what a killed one left.
-
-    Trinity's synchronizer outlives its command; all other actors go when that does.
-    """
+    """Make sure that no other run works under this name, and end what a killed one left: Trinity's
+    synchronizer, which outlives its command."""
     deadline = time.monotonic() + _LEAVE_SECONDS
     while working := _actors_in(config.ray_namespace) - {_LASTING}:
         if time.monotonic() > deadline:
-            title, where = (
-                "A run of this name works on the cluster.",
-                config.positions.where("name"),
-            )
-            expected = f"a name that is free: {config.ray_namespace!r} has actors"
+            title, where = "This run works on the cluster already.", config.positions.where("name")
             cure = "give another `name=`, or stop the other run first"
-            raise BadInput.of(title, where, expected, ", ".join(sorted(working)), cure)
+            found = f"{config.ray_namespace!r} has the actors {', '.join(sorted(working))}"
+            raise BadInput.of(title, where, "a name that is free", found, cure)
         time.sleep(0.5)
     _end_actors(config.ray_namespace)
 
@@ -350,8 +301,8 @@ def _end_actors(namespace: str) -> None:
 
 
 def open_sessions(found: FoundRay, seconds: float = _ASK_SECONDS) -> list[Fault]:
-    """The nodes of a Ray, which has been greeted, where other users could change the code of a run;
-    also those that do not tell."""
+    """The nodes of a greeted Ray where other users could change the code of a run; also those that
+    do not tell."""
     faults, elsewhere = open_here(found.address)
     if elsewhere and not faults:
         nodes = {node.node_id.hex(): node for node in elsewhere}
@@ -370,7 +321,7 @@ def open_sessions(found: FoundRay, seconds: float = _ASK_SECONDS) -> list[Fault]
 
 
 def open_here(address: str) -> tuple[list[Fault], list[Any]]:
-    """What is open of a Ray's nodes on this machine, and its other nodes as Ray tells of them."""
+    """Those of a Ray's nodes on this machine, and its other nodes as Ray tells of them."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # made in Cython
 
     faults, elsewhere = [], []
@@ -383,15 +334,8 @@ def open_here(address: str) -> tuple[list[Fault], list[Any]]:
 
 
 def refuse_open_server(nodes: Iterable[dict[str, Any]]) -> None:
-    """The same for those nodes of a job server that are on this machine; nothing else of a node
-    can be asked without a job.
-
-    Args:
-        nodes: the server's summaries.
-
-    Raises:
-        BadInput: on one of them others could change the code of a job.
-    """
+    """The same for those nodes of a job server (its summaries) that are on this machine; nothing
+    else of a node can be asked without a job. BadInput: others could change the code of a job."""
     faults = []
     for raylet in (node.get("raylet", {}) for node in nodes):
         address, socket_file = raylet.get("nodeManagerAddress"), raylet.get("rayletSocketName")
@@ -404,19 +348,14 @@ def refuse_open_server(nodes: Iterable[dict[str, Any]]) -> None:
 
 
 def _open(address: str, temp_dir: str, reason: str) -> Fault:
-    return Fault(
-        f"node {address}: {temp_dir}",
-        "a temporary folder of Ray below one that only its user may enter",
-        reason,
-        f"`chmod 700 {Path(temp_dir).parent}` if that is yours, or start that Ray anew with "
-        "`aflow-tune cluster up`, or `mkdir -m 700 DIR && ray start --temp-dir=DIR/ray ...`; or "
-        "`runtime_env.trust_users=true`, where you trust every user of the nodes",
-    )
+    cure = f"`chmod 700 {Path(temp_dir).parent}` if that is yours, or start that Ray anew with "
+    cure += "`aflow-tune cluster up`; or `runtime_env.trust_users=true` where you trust every user"
+    expected = "a temporary folder of Ray below one that only its user may enter"
+    return Fault(f"node {address}: {temp_dir}", expected, reason, cure)
 
 
 def _is_here(address: str, session: str) -> bool:
-    """Whether a node is on this machine, as this process sees it: nodes of one Ray have the same
-    paths."""
+    """Whether a node is on this machine: nodes of one Ray have the same paths."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family) as probe:

@@ -1,10 +1,9 @@
 """The user's functions as bytes.
 
-Trinity hands the whole configuration to every process of a run. A function in it would have each
-of them import the user's modules, and with them agent frameworks that take seconds, where only
-the runners call it. So it travels as bytes, which are read where it is asked for. Functions of
-modules are sent by name; those of a script, of a notebook or made inside another function by value,
-as Ray's cloudpickle does it.
+Trinity hands the whole configuration to every process of a run, and only the runners call a
+function of it: so it travels as bytes, which are read where it is asked for, instead of importing
+the user's modules everywhere. Functions of modules are sent by name, others by value, as Ray's
+cloudpickle does it.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ Function = Callable[..., Any]
 
 
 class _Pickler(cloudpickle.CloudPickler):
-    """Notes the modules that what it sends refers to. A path object is sent as that of the copy, a
-    function of a script that has a cache with an empty one."""
+    """Notes the modules that what it sends refers to. A path becomes that of the copy, the cache of
+    a script's function an empty one."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -66,11 +65,8 @@ def _dumped(given: Any) -> tuple[bytes, set[str]]:
 
 
 def pack(functions: Iterable[Function | None]) -> tuple[bytes, set[str]]:
-    """The functions as bytes, and the modules that these refer to.
-
-    Raises:
-        BadInput: something that a function holds cannot be pickled; it is named.
-    """
+    """The functions as bytes, and the modules that these refer to. BadInput: something that a
+    function holds cannot be pickled; the function is named, and the global where it is one."""
     given = [function for function in functions if function is not None]
     try:
         return _dumped(given)
@@ -80,7 +76,6 @@ def pack(functions: Iterable[Function | None]) -> tuple[bytes, set[str]]:
 
 
 def _culprit(function: Function, error: Exception) -> Fault:
-    """Names the global that cannot be pickled, if it is one."""
     plain = getattr(function, "func", function)
     scope, code = getattr(plain, "__globals__", {}), getattr(plain, "__code__", None)
     where = f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
@@ -103,12 +98,8 @@ class SentFunction:
         self._place = place
 
     def function(self) -> Function:
-        """The user's own function, or what became of it in this process.
-
-        Raises:
-            BadInput: a module of the user's has the name of one that this process had loaded.
-            Exception: whatever the user's modules raise when they are imported.
-        """
+        """The user's own function. BadInput: a module of the user's has the name of one that this
+        process had loaded. Or it raises what the user's modules do when they are imported."""
         return self._together.functions()[self._place]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

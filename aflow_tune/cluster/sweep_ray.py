@@ -1,11 +1,9 @@
 """The runs of a sweep as Ray actors, each holding what its run needs of a node.
 
-An actor starts the same command that would run here, on its node, and hands on its exit code and
-SIGTERM. Ray queues runs until there is room, and gives each its GPU. A run with `engine: local`
-starts a Ray of its own inside; one with `engine: trinity` joins the cluster and reserves its GPUs
-there, so that its actor holds none. The cluster is joined as for a single run (`ray_for_run.py`),
-but the code does not travel: configuration, code, data and run folders must have the same paths on
-every node.
+An actor starts the same command that would run here, on its node. Ray queues runs until there is
+room, and gives each its GPU. A run with `engine: local` starts a Ray of its own inside; one with
+`engine: trinity` joins the cluster and reserves its GPUs there, so that its actor holds none. The
+code does not travel: configuration, code, data and run folders have the same paths on every node.
 """
 
 from __future__ import annotations
@@ -35,11 +33,7 @@ _ANSWER_SECONDS = 10.0
 
 def cluster_for(config: AflowConfig) -> FoundRay | None:
     """The Ray that runs are started through, if the configuration or RAY_ADDRESS names one; None:
-    processes of this machine, even where a Ray runs here that nobody named.
-
-    Raises:
-        BadInput: what is named is no address, or `auto` where no Ray runs.
-    """
+    processes of this machine. BadInput: as `find_ray`."""
     if not config.positions.given(_KEY) and not os.environ.get("RAY_ADDRESS"):
         return None
     named = copy.copy(config)
@@ -52,15 +46,8 @@ def ray_starter(
     config: AflowConfig, found: FoundRay, folder: Path, parallel: int
 ) -> Iterator[Callable[[Sequence[str], Path], RayProcess]]:
     """Join the cluster for the block; what it yields queues a run from the arguments of its command
-    and the file for its output. It begins when a node has room for it.
-
-    Args:
-        folder: the sweep's, which every node must see.
-        parallel: how many runs there will be at once.
-
-    Raises:
-        BadInput: the cluster cannot be used, lacks something, or never has room for these runs.
-    """
+    and the file for its output. `folder`: the sweep's, which every node must see. `parallel`: runs
+    at once. BadInput: the cluster cannot be used, or never has room for these runs."""
     if config.engine not in ("local", "trinity"):
         expected = "local or trinity: what `auto` finds may differ from node to node"
         title, where = "Through Ray the engine must be named.", config.positions.where("engine")
@@ -106,26 +93,23 @@ def no_room(
     parallel: int,
 ) -> list[Fault]:
     """Why the runs would wait for ever; fewer than `parallel` at once is no fault."""
-    where = config.positions.where
     if config.engine == "trinity":
         each = config.cluster.node_num * config.cluster.gpu_per_node
         there = int(sum(node.get("GPU", 0) for node in nodes))
         if parallel > 1 and not each:
+            where, cure = config.positions.where("cluster.gpu_per_node"), "set it, or --parallel 1"
             found = "not set: each run would take the whole cluster"
-            cure = "cluster.node_num=1 cluster.gpu_per_node=2, or --parallel 1"
-            return [Fault(where("cluster.gpu_per_node"), "the GPUs of one run", found, cure)]
+            return [Fault(where, "the GPUs of one run", found, cure)]
         if each * parallel > there:
             cure = f"--parallel {max(1, there // each)}, or fewer GPUs a run"
             expected = f"{parallel} runs of {each} GPUs at once"
             return [Fault("--parallel", expected, f"{there} GPUs in the cluster", cure)]
         return []
-    wanted = {"CPU": needs["num_cpus"], "GPU": needs["num_gpus"]}
-    if any(all(node.get(k, 0) >= v for k, v in wanted.items()) for node in nodes):
+    cpus, gpus = needs["num_cpus"], needs["num_gpus"]
+    if any(node.get("CPU", 0) >= cpus and node.get("GPU", 0) >= gpus for node in nodes):
         return []
-    largest = {k: max((node.get(k, 0) for node in nodes), default=0) for k in wanted}
-    expected, found = (" and ".join(f"{v:g} {k}s" for k, v in m.items()) for m in (wanted, largest))
-    cure = "local.threads=1, local.device=cpu"
-    return [Fault("ray", f"a node with {expected}", f"at most {found} on one node", cure)]
+    expected = f"a node with {cpus:g} CPUs and {gpus:g} GPUs"
+    return [Fault("ray", expected, "none", "local.threads=1, local.device=cpu")]
 
 
 class RayProcess:
@@ -137,7 +121,7 @@ class RayProcess:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal or a lost node; None while it waits or runs."""
+        """Its exit code, negative for a signal or a lost node; None before it ends."""
         if self._code is not None:
             return self._code
         try:
@@ -160,12 +144,10 @@ class RayProcess:
 
     def stop(self) -> None:
         """Ask it to save and stop; one that still waits for room is never begun."""
-        if self._code is not None:
-            return
-        if self._began is not None and not ray.wait([self._began], timeout=0)[0]:
+        if self._code is None and self._began and not ray.wait([self._began], timeout=0)[0]:
             self._end(-int(signal.SIGTERM))
-            return
-        self._actor.stop.remote()
+        elif self._code is None:
+            self._actor.stop.remote()
 
     def _refused(self, problem: str) -> int:
         """It could not begin; the reason goes where it would have printed it."""

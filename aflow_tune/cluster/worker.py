@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
     from aflow_tune.runs.process import RunProcess
 
 HOOK = f"{__name__}.set_up"
+# What is set for the worker, which a run beside it must not take for its own.
 _OF_THE_WORKER = ("OMP_NUM_THREADS", "RAY_", keys.VARIABLE, shipping.VARIABLE)
-"""What Ray and we set for the worker, which a run beside it must not take for its own."""
 
 
 def set_up() -> None:
@@ -37,8 +36,7 @@ def set_up() -> None:
 
 
 def tell(needs: list[str], mark: str | None) -> dict[str, Any]:
-    """What is there on this node: our version, known clashes, which packages are missing, which of
-    the user's modules have a name that was taken, whether it sees a file."""
+    """What `lacking_on_nodes` asks; `mark` is a file that this node should see."""
     clashes = known_clashes(installed_versions())
     return {
         "version": importlib.metadata.version("aflow-tune"),
@@ -51,9 +49,7 @@ def tell(needs: list[str], mark: str | None) -> dict[str, Any]:
 
 class RunOnNode:
     """The actor that starts one run of a sweep on its node, with the keys that this process has.
-
-    Its methods are called one after the other, in the worker's main thread: the run's parent.
-    """
+    Its methods are called in the worker's main thread, the run's parent."""
 
     def __init__(self) -> None:
         self._process: RunProcess | None = None
@@ -66,12 +62,15 @@ class RunOnNode:
         config = os.path.join(cwd, arguments[0])
         if not os.path.isfile(config):
             return f"{here} there is no file {config}: all nodes must see it"
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith("RAY_AUTH") or not name.startswith(_OF_THE_WORKER)
+        }
+        command = [*own_program(), *arguments]
         try:
             self._process = RunProcess(
-                [*own_program(), *arguments],
-                Path(output),
-                cwd=Path(cwd),
-                environment=of_a_run(os.environ),
+                command, Path(output), cwd=Path(cwd), environment=environment
             )
         except OSError as error:
             return f"{here}: {error}"
@@ -85,12 +84,3 @@ class RunOnNode:
         """Ask it to save and stop."""
         if self._process is not None:
             self._process.stop()
-
-
-def of_a_run(environment: Mapping[str, str]) -> dict[str, str]:
-    """A worker's environment without what was set for the worker itself."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith("RAY_AUTH") or not name.startswith(_OF_THE_WORKER)
-    }

@@ -82,13 +82,17 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _dry_run(options: argparse.Namespace) -> int:
-    from aflow_tune.dry_run.dry_run import as_json, render
-    from aflow_tune.tuning import dry_run_config
+    from aflow_tune.dry_run.dry_run import DryRunOptions, as_json, dry_run, render
+    from aflow_tune.tuning import with_stop
 
-    names = ("answers", "call_apis", "tasks", "stage", "inline")
-    asked = {name: getattr(options, name) for name in names}
+    given = options.answers, options.call_apis, options.tasks, options.stage, options.inline
+    path, overrides, chosen = options.config, list(options.overrides), DryRunOptions(*given)
+
+    def tell(text: str) -> None:
+        print(f"dry run: {text} ...", flush=True)
+
     with contextlib.redirect_stdout(sys.stderr):  # the workflow may print
-        result = dry_run_config(options.config, options.overrides, **asked)
+        result = with_stop(lambda stop: dry_run(path, overrides, chosen, tell, stop))
     print(json.dumps(as_json(result)) if options.json else render(result))
     return ExitCode.DONE if result.good else ExitCode.FAILED
 

@@ -87,13 +87,14 @@ def add_parser(commands: Any) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    from aflow_tune.tuning import sweep_config
+    from aflow_tune.sweeps.sweep import run_sweep
+    from aflow_tune.tuning import with_stop
 
     request = picked(options, Request)
 
     def say(text: str) -> None:
         print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
 
-    ended = sweep_config(request, ray=options.ray, phase=say)
+    ended = with_stop(lambda stop: run_sweep(request, ray=options.ray, stop=stop, say=say))
     print_json(ended.content) if options.json else print(f"\n{ended.text}")
     return ExitCode.DONE

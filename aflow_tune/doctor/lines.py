@@ -1,7 +1,7 @@
-"""Lines, and checks that are run side by side, each within its time.
+"""Lines, and checks that run side by side, each within its time.
 
-A check that raises or does not end is one faulty line and never keeps the others from being
-told. What hangs is left behind when the command ends.
+A check that raises or hangs is one faulty line and never keeps the others from being told. What
+hangs is left behind when the command ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from aflow_tune.errors import BadInput, Fault
 
 T = TypeVar("T")
 CHECK_THREAD = "doctor-"
-"""How the names of the threads that look begin; one that is alive at the end hangs."""
+"""How the names of the checking threads begin; one that is alive at the end hangs."""
 
 
 class State(StrEnum):
@@ -56,17 +56,14 @@ class Check:
 
 
 def ok(check: str, found: str) -> Line:
-    """A line that is fine."""
     return Line(check, State.OK, found)
 
 
 def note(check: str, found: str, cure: str = "") -> Line:
-    """A line worth knowing."""
     return Line(check, State.NOTE, found, cure)
 
 
 def fault(check: str, found: str, cure: str, *, given: bool = False) -> Line:
-    """A line that keeps a run from going well."""
     return Line(check, State.FAULT, found, cure, given)
 
 
@@ -82,7 +79,7 @@ def line_of(check: str, found: Fault, *, given: bool = True) -> Line:
 
 
 def begun(make: Callable[[], T]) -> Future[T]:
-    """Run this in a thread of its own; whoever asks for the result waits, or gets its error."""
+    """Run this in a thread of its own."""
     pool = ThreadPoolExecutor(1, thread_name_prefix=CHECK_THREAD)
     future = pool.submit(make)
     pool.shutdown(wait=False)
@@ -106,20 +103,10 @@ def run_checks(checks: Sequence[Check]) -> Iterator[list[Line]]:
 
 def _lines_of(check: str, error: BaseException) -> list[Line]:
     if isinstance(error, BadInput):
-        title = fault(check, error.title, "correct this", given=True)
-        return [line_of(check, found) for found in error.faults] or [title]
-    broken = package_fault(error)
-    if broken is not None:
-        return [fault(check, f"{broken.where}: {broken.found}", broken.cure)]
+        return [line_of(check, found) for found in error.faults]
+    if (broken := package_fault(error)) is not None:
+        return [line_of(check, broken, given=False)]
     place = traceback.extract_tb(error.__traceback__)[-1]
     told = f"{type(error).__name__}: {' '.join(str(error).split())}"
     found = f"the check itself failed: {told} ({Path(place.filename).name}:{place.lineno})"
     return [fault(check, found, "report this line as a defect of aflow-tune")]
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count / 1e3:.3g} kB"

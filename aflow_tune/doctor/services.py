@@ -1,7 +1,7 @@
 """What is asked over the network: the endpoints of models about their keys, the hub about files.
 
-Keys are never shown; each endpoint is asked once, for its list of models, whatever number of roles
-use it. Of the hub nothing is fetched but descriptions.
+Keys are never shown; each endpoint is asked once for its list of models. Of the hub nothing is
+fetched but descriptions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from aflow_tune.doctor.lines import Line, fault, line_of, note, ok, size
+from aflow_tune.doctor.lines import Line, fault, line_of, note, ok
 from aflow_tune.models.clients import make_client
 from aflow_tune.models.settings import check_models, key_variable
 from aflow_tune.sections import ModelSettings
@@ -25,11 +25,8 @@ SECONDS = 6.0
 
 
 def check_keys(config: AflowConfig, *, ask: bool = True) -> list[Line]:
-    """Lines about the keys of every role of `models`, and of Trinity's own services.
-
-    Args:
-        ask: False: only whether the variables are set.
-    """
+    """Lines about the keys of every role of `models`, and of Trinity's own services. `ask`: the
+    endpoints, too."""
     lines, endpoints = [], dict[tuple[object, ...], dict[str, ModelSettings]]()
     for role, settings in config.models.items():
         faults = check_models({role: settings})
@@ -52,8 +49,9 @@ def check_keys(config: AflowConfig, *, ask: bool = True) -> list[Line]:
     else:
         for roles in endpoints.values():
             lines.append(note("keys", f"{_who(roles)}: {_key(roles)}; not asked (--offline)"))
-    external = config.model.external_model
-    named = [("model.tinker", "TINKER_API_KEY")] * config.model.tinker.enable
+    external, named = config.model.external_model, []
+    if config.model.tinker.enable:
+        named.append(("model.tinker", "TINKER_API_KEY"))
     if external.enable:
         variables = (external.api_key_env, external.base_url_env)
         named += [("model.external_model", str(variable)) for variable in variables]
@@ -71,9 +69,7 @@ async def _ask(roles: Mapping[str, ModelSettings]) -> list[Line]:
     listing, where = await _listing(settings, role)
     who, key, variable = f"{_who(roles)}: {where}", _key(roles), key_variable(settings)
     if listing.access == "refused":
-        cure = f"export {variable}=...  # a key that this endpoint knows"
-        if variable is None:
-            cure = f"models: {{{role}: {{api_key_env: NAME}}}}, and export NAME=..."
+        cure = f"export {variable or 'NAME'}=..., the variable of models.{role}.api_key_env"
         return [fault("keys", f"{who} refuses {key} ({listing.reason})", cure, given=True)]
     if listing.access == "unreachable":
         cure = f"start the server, or correct models.{role}.base_url; or look at your network"
@@ -82,11 +78,10 @@ async def _ask(roles: Mapping[str, ModelSettings]) -> list[Line]:
     if granted and variable is not None and settings.base_url is not None:
         anybody = replace(settings, api_key_env=None, headers_env={})
         open_to_all = (await _listing(anybody, role))[0].access == "granted"
+    lines = [ok("keys", f"{who} takes {key}")]
     if open_to_all or not granted:
         why = "its list of models is open" if open_to_all else listing.reason
         lines = [note("keys", f"{who} answers; {key} was not proved ({why})")]
-    else:
-        lines = [ok("keys", f"{who} takes {key}")]
     for name, own in roles.items():
         if listing.models and own.model not in listing.models:
             cure = f"check models.{name}.model; an alias may still be taken"
@@ -112,13 +107,9 @@ def _key(roles: Mapping[str, ModelSettings]) -> str:
 
 
 def check_hub(check: str, name: str, kind: str, *, ask: bool = True) -> list[Line]:
-    """Whether `name` can be fetched at the start of the run.
-
-    Args:
-        kind: 'model' or 'dataset'.
-        ask: False: the network is not to be used.
-    """
-    fetch = f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
+    """Whether `name`, a 'model' or 'dataset', can be fetched at the start of the run. `ask`: the
+    hub, or nobody."""
+    fetch = f"hf download {name} --repo-type {kind}"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         found = f"{name}: not on this machine, and HF_HUB_OFFLINE forbids to fetch it"
         return [fault(check, found, f"HF_HUB_OFFLINE=0 {fetch}")]
@@ -141,9 +132,8 @@ def check_hub(check: str, name: str, kind: str, *, ask: bool = True) -> list[Lin
         return [fault(check, f"{name}: the hub knows no such {kind}", cure, given=True)]
     except Exception as error:  # the transport's own classes, which differ with the hub's client
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        cure = f"`{fetch}` where the hub can be reached, then name the folder; or set HF_ENDPOINT"
         found = f"{name}: not on this machine, and {api.endpoint} does not answer ({reason})"
-        return [fault(check, found, cure)]
+        return [fault(check, found, f"`{fetch}` where the hub can be reached; or set HF_ENDPOINT")]
     sizes = [file.size for file in told.siblings or [] if file.size is not None]
-    amount = f" ({size(sum(sizes))})" if sizes else ""
+    amount = f" ({sum(sizes) / 1e9:.3g} GB)" if sizes else ""
     return [ok(check, f"{name}: on the hub{amount}; fetched at the start")]

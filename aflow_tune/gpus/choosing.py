@@ -1,12 +1,12 @@
 """Free devices for a run: which ones, a claim on each, and no others in its sight.
 
 A device is free if no run holds it, the driver lists no other process on it, and hardly any of its
-memory is used (which also tells of processes that cannot be seen from inside a container). Devices
-that the user names may show a picture meanwhile, as a desktop's only GPU does.
+memory is used (which also tells of processes outside of a container). Devices that the user names
+may show a picture meanwhile, as a desktop's only GPU does.
 
-CUDA reads `CUDA_VISIBLE_DEVICES` once, when it is first used in a process, so `isolated` comes
-before anything may look for CUDA. Whole GPUs are given by number, in the order of the bus, because
-vLLM reads numbers only; where any GPU is divided (MIG) CUDA numbers differently, so UUIDs are.
+CUDA reads `CUDA_VISIBLE_DEVICES` once, so `isolated` comes before anything may look for CUDA. Whole
+GPUs are given by number, in the order of the bus, because vLLM reads numbers only; where any GPU is
+divided (MIG) CUDA numbers differently, so UUIDs are.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from aflow_tune.errors import BadInput, Fault
 from aflow_tune.gpus.claims import Claims, holder_of, in_turn
 from aflow_tune.gpus.devices import Device, NvmlUnavailable, Snapshot, snapshot
 
-FREE_BYTES = 2**30
-FREE_SHARE = 0.03
-"""A device with more memory in use than both of these is not free. Drivers count some of a large
-GPU's memory as used while nothing runs."""
+FREE_BYTES, FREE_SHARE = 2**30, 0.03
+"""A device with more memory in use than both of these is not free."""
 
 _EXAMPLE = "physical_gpus: auto, or a list such as [0, 1]"
 _REFUSED = "There are no GPUs for this run; nothing was started."
@@ -33,20 +31,15 @@ _REFUSED = "There are no GPUs for this run; nothing was started."
 
 @dataclass(frozen=True)
 class Chosen:
-    """Devices for a run, in the order in which it will see them."""
+    """Devices for a run, in the order in which it will see them, and whether by their UUIDs."""
 
     devices: list[Device]
     by_uuid: bool
-    """Whether CUDA must be told their UUIDs: where any GPU of the machine is divided, its own
-    numbers are not the driver's."""
 
 
 def wanted(value: Any) -> str | tuple[str, ...]:
-    """`auto`, or the devices named by a setting: numbers, `GPU:INSTANCE`, UUIDs.
-
-    Raises:
-        ValueError: it is neither; the message says what it is.
-    """
+    """`auto`, or the devices named by a setting: numbers, `GPU:INSTANCE`, UUIDs. ValueError: it is
+    neither; the message says what it is."""
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"
     entries = value.split(",") if isinstance(value, str) else value
@@ -80,11 +73,8 @@ def wanted_faults(value: Any, where: str) -> list[Fault]:
 
 
 def visible(now: Snapshot, environ: Mapping[str, str]) -> list[Device]:
-    """What CUDA would be given in this environment, in its order.
-
-    Raises:
-        BadInput: `CUDA_VISIBLE_DEVICES` numbers GPUs of several kinds in an unknown order.
-    """
+    """What CUDA would be given in this environment, in its order. BadInput: `CUDA_VISIBLE_DEVICES`
+    numbers GPUs of several kinds in an unknown order."""
     units, text = now.units(), environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return units
@@ -106,11 +96,8 @@ def visible(now: Snapshot, environ: Mapping[str, str]) -> list[Device]:
 
 
 def taken(device: Device, *, named: bool = False) -> str | None:
-    """Why a device is not free; None if it is.
-
-    Args:
-        named: whether the user named it: then what only draws on it does not count.
-    """
+    """Why a device is not free; None if it is. `named`: by the user; then what only draws on it
+    does not count."""
     if device.uuid is None:
         return "the driver does not tell its UUID"
     if (holder := holder_of(device.uuid)) is not None:
@@ -121,8 +108,7 @@ def taken(device: Device, *, named: bool = False) -> str | None:
             who = f" of {process.seen.user}" if process.seen is not None else ""
             return f"used by process {process.pid}{who}"
     if device.memory_used is None:
-        unknown = "the driver tells neither its processes nor its memory"
-        return unknown if device.processes is None else None
+        return "its processes and memory are unknown" if device.processes is None else None
     least = max(FREE_BYTES, FREE_SHARE * (device.memory_total or 0))
     if device.memory_used > least and not (named and device.processes):
         return f"{device.memory_used / 2**30:.1f} GiB of it are used by processes unseen"
@@ -130,16 +116,14 @@ def taken(device: Device, *, named: bool = False) -> str | None:
 
 
 def choose(value: Any, count: int | None, claims: Claims | None, where: str) -> Chosen:
-    """Claim the devices for a run, at once all or none.
+    """Claim the devices for a run. BadInput: there are not so many free ones, or a named one is
+    missing or taken.
 
     Args:
         value: the setting, free of `wanted_faults`.
         count: how many the run needs; None: all that are free (or named).
         claims: takes the locks; the caller releases them. None: only look.
         where: the place of the setting, for messages.
-
-    Raises:
-        BadInput: there are not so many free ones, or a named one is missing or taken.
     """
     try:
         with in_turn():
@@ -153,7 +137,7 @@ def choose(value: Any, count: int | None, claims: Claims | None, where: str) -> 
     except NvmlUnavailable as error:
         fix = f"{error.cure}; or remove physical_gpus to run without a GPU"
         raise BadInput.of(_REFUSED, where, "NVIDIA GPUs", error.reason, fix) from None
-    except (OSError, TimeoutError) as error:
+    except OSError as error:  # TimeoutError is one
         expected, fix = "lock files to claim GPUs with", "look who owns this file, and remove it"
         raise BadInput.of(_REFUSED, where, expected, str(error), fix) from None
 
@@ -167,9 +151,9 @@ def obstacles(value: Any, count: int | None, where: str) -> list[Fault]:
     return []
 
 
-def _had(device: Device, claims: Claims | None, *, named: bool = False) -> str | None:
-    """Claim a device; None, or why it could not be had."""
-    if (why := taken(device, named=named)) is not None:
+def _claim(device: Device, claims: Claims | None, *, named: bool = False) -> str | None:
+    """None, or why it could not be had."""
+    if why := taken(device, named=named):
         return why
     free = claims is None or claims.take(str(device.uuid))
     return None if free else "claimed by another run"
@@ -186,19 +170,18 @@ def _auto(
     for device in usable:
         if count is not None and len(got) == count:
             break
-        why = _had(device, claims)
-        if why is None:
-            got.append(device)
-        else:
+        if why := _claim(device, claims):
             reasons.append(f"GPU {device.label}: {why}")
+        else:
+            got.append(device)
     if len(got) < (count or 1):
         if len(usable) < len(reachable):
             reasons.append("instances of divided GPUs cannot serve this run")
         if len(reachable) < len(now.units()):
             reasons.append("CUDA_VISIBLE_DEVICES hides others")
-        found = "; ".join([f"{len(got)} free", *reasons])
-        fix = "wait, `aflow-tune gpus free DEVICE` ends processes of yours, or name devices: "
-        raise BadInput.of(_REFUSED, where, f"{count or 1} free GPUs", found, f"{fix}{_EXAMPLE}")
+        found, expected = "; ".join([f"{len(got)} free", *reasons]), f"{count or 1} free GPUs"
+        fix = f"wait, `aflow-tune gpus free DEVICE` ends processes of yours, or {_EXAMPLE}"
+        raise BadInput.of(_REFUSED, where, expected, found, fix)
     return got
 
 
@@ -214,25 +197,20 @@ def _named(
     faults: list[Fault] = []
     there = ", ".join(each.label for each in now.units()) or "none"
     for word in words:
-        device, why, fix = now.find(word), None, _EXAMPLE
+        device, fix = now.find(word), _EXAMPLE
         if device is None:
-            why = "not there"
+            why: str | None = "not there"
         elif device.divided:
             parts = ", ".join(part.label for part in device.instances) or "none yet"
             why, fix = "divided (MIG): CUDA computes on instances only", f"name one of: {parts}"
-        elif device.problem is not None:
-            why = device.problem
-        elif device not in reachable:
-            why, fix = "CUDA_VISIBLE_DEVICES hides it", "unset CUDA_VISIBLE_DEVICES"
-        elif device in got:
-            why, fix = "named twice", "name it once"
+        elif device in got or device not in reachable:
+            why = device.problem or "named twice, or CUDA_VISIBLE_DEVICES hides it"
         else:
-            why = _had(device, claims, named=True)
+            why = _claim(device, claims, named=True)
             fix = f"wait, `aflow-tune gpus free {device.label}` if the processes are yours, or to "
             fix += "share it leave physical_gpus out and set CUDA_VISIBLE_DEVICES"
-            if why is None:
-                got.append(device)
-        if why is not None:
+            got += [] if why else [device]
+        if why:
             expected = f"a free GPU of this machine ({there})"
             faults.append(Fault(where, expected, f"GPU {word}: {why}", fix))
     if not faults and len(got) > 1 and any(device.mig is not None for device in got):
@@ -250,22 +228,19 @@ def _named(
 def isolated(
     value: Any, count: int | None, *, run: str, protected: Iterable[int], where: str
 ) -> Iterator[Chosen]:
-    """Claim devices and let this process and what it starts see no others, for the block.
+    """Claim devices and let this process and what it starts see no others, for the block. BadInput:
+    as `choose`, or CUDA is in use in this process already.
 
     Args:
         value, count, where: as for `choose`.
         run: what others are told about who holds them.
         protected: processes that others' `gpus free` leaves alone meanwhile.
-
-    Raises:
-        BadInput: not to be had, or too late: CUDA is in use in this process.
     """
     if _cuda_is_in_use():
-        fix = "start Python anew (a notebook: restart its kernel), and call tune() first"
-        expected = "a process that has not used CUDA yet"
+        expected, fix = "a process that has not used CUDA yet", "start Python anew, or its kernel"
         raise BadInput.of(_REFUSED, where, expected, "CUDA was used in this process before", fix)
     claims = Claims(run, protected)
-    before = dict[str, str | None]()
+    before: dict[str, str | None] = {}
     try:
         chosen = choose(value, count, claims, where)
         names = [str(d.uuid) if chosen.by_uuid else str(d.index) for d in chosen.devices]
@@ -287,14 +262,6 @@ def isolated(
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = text
-
-
-def mapping_lines(devices: Sequence[Device]) -> list[str]:
-    """Which physical device is which for the run."""
-    return [
-        f"GPU {device.label} ({device.name}, {device.uuid}) is cuda:{number} of this run"
-        for number, device in enumerate(devices)
-    ]
 
 
 def _cuda_is_in_use() -> bool:

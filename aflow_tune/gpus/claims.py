@@ -1,11 +1,8 @@
 """Which devices a run has claimed: a lock file for each, that ends with the run.
 
-The lock is the kernel's (`flock`), so whatever ends the process ends the claim; a file stays
-behind, but only a held lock counts. The files lie in one folder for all users of the machine and
-say who holds them, which is shown and otherwise not trusted. (`filelock` would empty them.)
-
-Not covered: containers with folders of their own, and other machines that see the same GPU. There
-only the driver's list of processes and its memory tell that a device is taken.
+The lock is the kernel's (`flock`), so whatever ends the process ends the claim. The files are for
+all users of the machine and say who holds them, which is shown and otherwise not trusted
+(`filelock` would empty them). Containers with folders of their own do not see the claims.
 """
 
 from __future__ import annotations
@@ -26,9 +23,8 @@ from aflow_tune.gpus.processes import printable, user_name
 FOLDER = Path("/tmp")
 """Where every user may make files and none may remove another's."""
 
-_TAKE_SECONDS = 0.2
+_TURN_SECONDS, _TAKE_SECONDS = 30.0, 0.2
 """Who only looks at a lock holds it for a moment."""
-_TURN_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -38,37 +34,31 @@ class Holder:
     pid: int
     uid: int
     run: str
-    since: float
     protected: list[int] = field(default_factory=list)
 
     def words(self) -> str:
-        """For people."""
         return f"run {printable(self.run)[:80]} of {user_name(self.uid)} (pid {self.pid})"
 
 
 class Claims:
-    """Locks on devices, by their UUID. Held until `release()` or the end of the process."""
+    """Locks on devices, by their UUID, until `release()` or the end of the process."""
 
     def __init__(self, run: str, protected: Iterable[int] = ()) -> None:
-        self._holder = Holder(os.getpid(), os.getuid(), run, time.time(), sorted(protected))
+        self._holder = Holder(os.getpid(), os.getuid(), run, sorted(protected))
         self._descriptors: list[int] = []
 
     def take(self, uuid: str) -> bool:
-        """Claim a device; False if another run holds it.
-
-        Raises:
-            OSError: the lock file cannot be used.
-        """
+        """Claim a device; False if another run holds it. OSError: the file cannot be used."""
         descriptor = _locked(_path(uuid), _TAKE_SECONDS)
         if descriptor is None:
             return False
         self._descriptors.append(descriptor)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(asdict(self._holder)).encode(), 0)
+        content = asdict(self._holder) | {"since": time.time()}
+        os.pwrite(descriptor, json.dumps(content).encode(), 0)
         return True
 
     def release(self) -> None:
-        """Let go of all."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
@@ -76,14 +66,10 @@ class Claims:
 @contextlib.contextmanager
 def in_turn() -> Iterator[None]:
     """Only one run at a time chooses: two that each got half of what they need would both fail.
-
-    Raises:
-        TimeoutError: another one has been choosing for 30 s.
-    """
-    path = _path("choosing")
-    descriptor = _locked(path, _TURN_SECONDS)
+    TimeoutError: another one has been choosing for 30 s."""
+    descriptor = _locked(_path("choosing"), _TURN_SECONDS)
     if descriptor is None:
-        raise TimeoutError(f"another run has held {path} for {_TURN_SECONDS:.0f} s")
+        raise TimeoutError(f"another run has held {_path('choosing')} for long")
     try:
         yield
     finally:
@@ -96,8 +82,7 @@ def holder_of(uuid: str) -> Holder | None:
 
 
 def protected_by_runs() -> set[int]:
-    """Processes that those who hold devices want left alone: also devices that the driver does
-    not name any more, as when one has fallen off the bus."""
+    """Processes that those who hold devices, in the driver's sight or not, want left alone."""
     holders = [_holder(path) for path in FOLDER.glob("aflow-tune-gpu-*.lock")]
     return {pid for holder in holders if holder is not None for pid in holder.protected}
 
@@ -113,11 +98,10 @@ def _holder(path: Path) -> Holder | None:
         try:
             raw = json.loads(os.pread(descriptor, 1 << 16, 0))
             protected = [int(pid) for pid in raw["protected"]]
-            since = float(raw["since"])
-            return Holder(int(raw["pid"]), int(raw["uid"]), str(raw["run"]), since, protected)
+            return Holder(int(raw["pid"]), int(raw["uid"]), str(raw["run"]), protected)
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             # Anybody may write it: also Infinity, or brackets without end.
-            return Holder(0, os.stat(descriptor).st_uid, "unknown", 0.0)
+            return Holder(0, os.stat(descriptor).st_uid, "unknown")
     finally:
         os.close(descriptor)
     return None

@@ -1,9 +1,7 @@
 """The GPUs at one moment, as the driver tells it through NVML (`pynvml`, of nvidia-ml-py).
 
-A device, a driver or a container answers only some of NVML's questions, and which ones differs from
-machine to machine: what the driver will not say is None, never an error and never zero. A `Device`
-is a GPU or, under a GPU that is divided (MIG), one of its instances. Memory is in bytes, shares are
-from 0 to 1. Reading takes a few milliseconds a GPU and changes nothing.
+What the driver will not say is None, never an error and never zero. A `Device` is a GPU or, under a
+GPU that is divided (MIG), one of its instances. Memory is in bytes, shares are from 0 to 1.
 """
 
 from __future__ import annotations
@@ -21,18 +19,10 @@ from aflow_tune.gpus.claims import holder_of
 from aflow_tune.gpus.processes import Seen, look, printable
 
 _CHECK = "check with `nvidia-smi`"
-_FIXES = {  # by nvmlReturn_t in nvml.h
-    4: ("this user may not talk to the NVIDIA driver", "check `ls -l /dev/nvidia*`, `nvidia-smi`"),
-    9: ("the NVIDIA driver is installed but not loaded", f"`modprobe nvidia`; {_CHECK}"),
-    12: (
-        "there is no NVIDIA driver here (libnvidia-ml.so.1 is not found)",
-        f"install it and {_CHECK}; start a container with the GPUs (`docker run --gpus all`)",
-    ),
-    18: (
-        "the NVIDIA driver was updated while its older kernel module is loaded",
-        f"restart the machine (in a container: start the container anew); {_CHECK}",
-    ),
-}
+_NO_DRIVER = (  # nvmlReturn_t 12 in nvml.h
+    "there is no NVIDIA driver here (libnvidia-ml.so.1 is not found)",
+    f"install it and {_CHECK}; start a container with the GPUs (`docker run --gpus all`)",
+)
 _ABSENT = (None, 3, 6, 13)
 """Not supported, not found, no such function; without a number it is the bindings' own."""
 _LISTS = (
@@ -63,7 +53,7 @@ class _Nvml:
         self.errors = (library.NVMLError, mismatch, UnicodeDecodeError)  # a name that is no text
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        """The answer of a function; None where it is missing, unsupported or forbidden."""
+        """The answer; None where the function is missing, unsupported or forbidden."""
         return self.ask_or_why(name, *arguments)[0]
 
     def ask_or_why(self, name: str, *arguments: Any) -> tuple[Any, str]:
@@ -76,13 +66,8 @@ class _Nvml:
             absent = getattr(error, "value", None) in _ABSENT
             return None, "" if absent else str(error) or type(error).__name__
 
-    def watts(self, name: str, handle: Any) -> float | None:
-        value = self.ask(name, handle)
-        return None if value is None else value / 1000
-
     def text(self, name: str, *arguments: Any) -> str | None:
         value = self.ask(name, *arguments)
-        value = value.decode(errors="replace") if isinstance(value, bytes) else value
         return None if value is None else printable(str(value))
 
     def memory(self, handle: Any) -> tuple[int | None, int | None]:
@@ -98,21 +83,14 @@ class _Nvml:
 @contextlib.contextmanager
 def _opened() -> Iterator[_Nvml]:
     """The bindings for the block. May be nested and used from several threads: NVML counts.
-
-    Raises:
-        NvmlUnavailable: no bindings, no driver, or a driver that refuses.
-    """
-    try:
-        pynvml = importlib.import_module("pynvml")  # has no types
-    except ImportError:
-        reason, fix = "the package nvidia-ml-py is not installed", "pip install nvidia-ml-py"
-        raise NvmlUnavailable(reason, fix) from None
+    NvmlUnavailable: no driver, or one that refuses."""
+    pynvml = importlib.import_module("pynvml")  # has no types
     nvml = _Nvml(pynvml)
     try:
         pynvml.nvmlInit()
     except nvml.errors as error:
-        known = _FIXES.get(getattr(error, "value", -1))
-        raise NvmlUnavailable(*(known or (str(error), _CHECK))) from None
+        absent = getattr(error, "value", None) == 12
+        raise NvmlUnavailable(*(_NO_DRIVER if absent else (str(error), _CHECK))) from None
     try:
         yield nvml
     finally:
@@ -121,24 +99,30 @@ def _opened() -> Iterator[_Nvml]:
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that the driver lists on a device."""
+    """A process that the driver lists on a device. `kinds`: compute, graphics, or both. `seen`:
+    None where it cannot be seen from here, as the host's processes in a container."""
 
     pid: int
     kinds: tuple[str, ...]
-    """compute, graphics, or both."""
     memory: int | None
     seen: Seen | None
-    """None where it cannot be seen from here, as the host's processes in a container."""
 
     def to_json(self, owner: int | None = None) -> dict[str, Any]:
         """`owner`: the user id whose processes are `own`."""
         seen = self.seen
-        told = {"pid": self.pid, "kinds": list(self.kinds), "memory": self.memory}
-        told |= {"visible": seen is not None, "user": seen and seen.user}
-        told |= {"uid": seen and seen.uids[0], "program": seen and seen.program}
-        told["own"] = seen is not None and owner is not None and set(seen.uids) == {owner}
-        told |= {"command": seen and seen.command, "since": seen and seen.since}
-        return {**told, "container": seen and seen.in_container}
+        return {
+            "pid": self.pid,
+            "kinds": list(self.kinds),
+            "memory": self.memory,
+            "visible": seen is not None,
+            "user": seen and seen.user,
+            "uid": seen and seen.uids[0],
+            "program": seen and seen.program,
+            "own": seen is not None and owner is not None and set(seen.uids) == {owner},
+            "command": seen and seen.command,
+            "since": seen and seen.since,
+            "container": seen and seen.in_container,
+        }
 
 
 @dataclass(frozen=True)
@@ -150,25 +134,22 @@ class Device:
     name: str
     uuid: str | None
     mig: int | None = None
-    """Of the instance; None for a GPU."""
+    """Index of the instance; None for a GPU."""
     memory_total: int | None = None
     memory_used: int | None = None
-    use: float | None = None
-    """Share of the driver's last sample (1/6 s to 1 s) in which any kernel ran."""
+    use: float | None = None  # share of the driver's last sample in which any kernel ran
     temperature_c: int | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
     processes: tuple[GpuProcess, ...] | None = None
-    """None where the driver does not say."""
     processes_unknown: str | None = None
     """Why `processes` is None."""
     divided: bool = False
-    """Whether the GPU is in MIG mode: then only its `instances` can compute."""
+    """In MIG mode, where only its `instances` can compute."""
     instances: tuple[Device, ...] = ()
     problem: str | None = None
     """Why nothing could be asked of it, as with a GPU that has fallen off the bus."""
-    claimed: str | None = None
-    """Which run of aflow-tune holds it, in words."""
+    claimed: str | None = None  # by which run of aflow-tune
 
     @property
     def label(self) -> str:
@@ -176,7 +157,6 @@ class Device:
         return str(self.index) if self.mig is None else f"{self.index}:{self.mig}"
 
     def to_json(self, owner: int | None = None) -> dict[str, Any]:
-        """Plain JSON values; instances nested."""
         told = {"device": self.label, **vars(self)}
         del told["index"], told["mig"]
         if self.processes is not None:
@@ -187,14 +167,13 @@ class Device:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All GPUs at one moment."""
+    """All GPUs at one moment, in seconds since the epoch. `cuda`: the newest that the driver
+    supports."""
 
     time: float
-    """Seconds since the epoch."""
     host: str
     driver: str | None
     cuda: str | None
-    """The newest CUDA version that the driver supports."""
     devices: tuple[Device, ...] = ()
 
     def all(self) -> list[Device]:
@@ -213,17 +192,12 @@ class Snapshot:
         return found[0] if len(found) == 1 else None
 
     def to_json(self, owner: int | None = None) -> dict[str, Any]:
-        """Plain JSON values."""
         devices = [device.to_json(owner) for device in self.devices]
         return {**vars(self), "devices": devices}
 
 
 def snapshot() -> Snapshot:
-    """All GPUs, with their processes.
-
-    Raises:
-        NvmlUnavailable: there is no driver to ask.
-    """
+    """All GPUs, with their processes. NvmlUnavailable: there is no driver to ask."""
     with _opened() as nvml:
         count, why = nvml.ask_or_why("nvmlDeviceGetCount")
         if count is None:  # unknown is not none
@@ -240,12 +214,7 @@ def snapshot() -> Snapshot:
 
 def use_and_memory(uuids: list[str]) -> dict[str, tuple[float | None, int | None]]:
     """UUID to (share in use, bytes used) of some devices; those that do not answer are left out.
-
-    Instances of a divided GPU have no share of their own: theirs is None.
-
-    Raises:
-        NvmlUnavailable: there is no driver to ask.
-    """
+    Instances of a divided GPU have no share: None. NvmlUnavailable: there is no driver to ask."""
     found = {}
     with _opened() as nvml:
         for uuid in uuids:
@@ -258,7 +227,7 @@ def use_and_memory(uuids: list[str]) -> dict[str, tuple[float | None, int | None
 def _gpu(nvml: _Nvml, index: int) -> Device:
     handle, why = nvml.ask_or_why("nvmlDeviceGetHandleByIndex", index)
     if handle is None:
-        return Device(index, "unknown", None, problem=why or "the driver does not know it")
+        return Device(index, "unknown", None, problem=why or "unknown to the driver")
     mode = nvml.ask("nvmlDeviceGetMigMode", handle)
     if not mode or mode[0] != 1:
         return _device(nvml, handle, index)
@@ -285,6 +254,8 @@ def _device(nvml: _Nvml, handle: Any, index: int, mig: int | None = None) -> Dev
     processes, why = _processes(nvml, handle)
     uuid = nvml.text("nvmlDeviceGetUUID", handle)
     holder = holder_of(uuid) if uuid else None
+    power = nvml.ask("nvmlDeviceGetPowerUsage", handle)
+    limit = nvml.ask("nvmlDeviceGetEnforcedPowerLimit", handle)
     return Device(
         index=index,
         mig=mig,
@@ -294,8 +265,8 @@ def _device(nvml: _Nvml, handle: Any, index: int, mig: int | None = None) -> Dev
         memory_used=used,
         use=nvml.use(handle),
         temperature_c=nvml.ask("nvmlDeviceGetTemperature", handle, 0),
-        power_w=nvml.watts("nvmlDeviceGetPowerUsage", handle),
-        power_limit_w=nvml.watts("nvmlDeviceGetEnforcedPowerLimit", handle),
+        power_w=None if power is None else power / 1000,
+        power_limit_w=None if limit is None else limit / 1000,
         processes=processes,
         processes_unknown=why,
         claimed=None if holder is None else holder.words(),

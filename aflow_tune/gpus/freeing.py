@@ -1,9 +1,8 @@
 """Freeing devices: who is on them, who of those may be ended, and after a yes their end.
 
-Two ways to name processes: by number (`--pid`), where one that may not be ended refuses the whole
-request before anything happens, and by device, where only one's own on it are meant and the
-others are shown and left alone. Either way nothing is signalled before `confirm` said yes to the
-list, and nothing that was not on it; whether it may be is asked again right before each signal.
+By number (`--pid`) one that may not be ended refuses the whole request; by device only one's own on
+it are meant, and the others are shown and left alone. Nothing is signalled before `confirm` said
+yes to the list; whether it may be is asked again right before each signal.
 """
 
 from __future__ import annotations
@@ -21,20 +20,18 @@ from aflow_tune.gpus.devices import Device, GpuProcess, snapshot
 from aflow_tune.gpus.processes import Guard, Seen, invoking_user, look, with_rights_of
 from aflow_tune.gpus.showing import process_line
 
-KILL_SECONDS = 10.0
-"""How long the end of a process is awaited after SIGKILL. Only the kernel can hold it then."""
+KILL_SECONDS = 10.0  # after SIGKILL, when only the kernel can hold a process
 
 
 @dataclass(frozen=True)
 class Freed:
-    """What became of a request."""
+    """What became of a request. `outcomes`: process id to 'ended', 'killed', 'left alone: WHY' or
+    'still there: WHY'. `spared`: who was not touched, and why. `whole`: whether all that was named
+    is gone, and every named device is free of processes."""
 
     outcomes: dict[int, str]
-    """Process id to 'ended', 'killed', 'left alone: WHY' or 'still there: WHY'."""
     spared: dict[int, str]
-    """Processes on a named device that were not touched, and why."""
     whole: bool
-    """Whether all that was named is gone, and every named device is free of processes."""
 
 
 def free(
@@ -46,7 +43,8 @@ def free(
     confirm: Callable[[int], bool],
     say: Callable[[str], None] = print,
 ) -> Freed:
-    """End processes of one's own on GPUs.
+    """End processes of one's own on GPUs. BadInput: a device or process that is not there or may
+    not be ended; nothing was done. NvmlUnavailable: there is no driver to ask.
 
     Args:
         devices: labels or UUIDs; all of one's own processes on them are meant.
@@ -55,11 +53,6 @@ def free(
             running runs protect are added.
         grace: seconds between SIGTERM and SIGKILL.
         confirm: asked once, with the number of processes, after they were shown.
-        say: shows a line.
-
-    Raises:
-        BadInput: a device or process that is not there or may not be ended; nothing was done.
-        NvmlUnavailable: there is no driver to ask.
     """
     now = snapshot()
     by_word = {word: now.find(word) for word in devices}
@@ -88,8 +81,6 @@ def free(
     spared = {p: refused.get(p, "it was not named") for p in _listed(named) if p not in chosen}
     for device in named:
         say(f"GPU {device.label} {device.name}" + (f", {device.claimed}" if device.claimed else ""))
-        if device.processes is None:
-            say(f"  its processes are unknown: {device.processes_unknown}")
     for seen in alive:
         say(f"to be ended: {process_line(listed[seen.pid])}")
     for pid, why in spared.items():
@@ -104,24 +95,21 @@ def free(
         for pid, outcome in outcomes.items():
             say(f"{pid}: {outcome}")
     gone = {pid for pid, outcome in outcomes.items() if outcome in ("ended", "killed")}
-    # Looked at again: what was ended may have been started anew.
-    now = snapshot()
+    now = snapshot()  # what was ended may have been started anew
     after = [now.find(device.label) for device in named]
     left = set(_listed(device for device in after if device)) - gone
     if left:
         say(f"still on these GPUs: {', '.join(map(str, sorted(left)))}")
     known = all(device and device.processes is not None for device in after)
+    if not known:
+        say("who is on these GPUs cannot be told")
     return Freed(outcomes, spared, gone == {*outcomes} and not left and known)
 
 
 def end(
     processes: Iterable[Seen], guard: Guard, grace: float, say: Callable[[str], None]
 ) -> dict[int, str]:
-    """SIGTERM, a wait of `grace` seconds, SIGKILL; what became of each, by its number.
-
-    Returns:
-        'ended', 'killed', 'left alone: WHY' or 'still there: WHY'. Only the first two are gone.
-    """
+    """SIGTERM, a wait of `grace` seconds, SIGKILL; outcomes as in `Freed`."""
     outcome: dict[int, str] = {}
     asked = _signal(processes, guard, signal.SIGTERM, outcome)
     if asked:
@@ -136,7 +124,6 @@ def end(
 
 
 def pid_faults(pids: Iterable[int], where: str) -> list[Fault]:
-    """Numbers that no process of a user can have."""
     return [
         Fault(where, "a process id above 1", str(pid), "take the number from `aflow-tune gpus`")
         for pid in pids

@@ -1,9 +1,8 @@
 """The processes on GPUs: what they are, whose they are, and which of them may be ended.
 
-What cannot be read, because the process is gone, hidden (`hidepid`) or in another container, is
-None. One's own are those of the user who typed the command, also under `sudo`, where the kernel
-would let everything pass. What could be somebody else's in a way that cannot be seen from here is
-refused: a refusal costs a `kill` by hand, a mistake costs somebody's week.
+What cannot be read is None. One's own are those of the user who typed the command, also under
+`sudo`, where the kernel would let everything pass. What could be somebody else's in a way that
+cannot be seen from here is refused: a mistake costs somebody's week.
 """
 
 from __future__ import annotations
@@ -31,20 +30,18 @@ class Seen:
     since: float
     """When it started, in seconds since the epoch: with `pid` its identity."""
     uids: tuple[int, int, int] = field(compare=False)
-    """Real, effective and saved user id."""
+    """Real, effective and saved."""
     ended: bool = field(compare=False)
-    """Whether it is only waiting for its parent to take notice."""
+    """A zombie."""
     program: str = field(compare=False)
-    """The program, and the script or module of an interpreter; no other argument."""
+    """With the script or module of an interpreter; no other argument."""
     command: str = field(compare=False)
-    """The whole command line, unprintable characters made visible."""
     in_container: bool | None = field(compare=False)
     """Whether it has other process numbers than we have; None where that cannot be read."""
     process: psutil.Process = field(compare=False, repr=False)
 
     @property
     def user(self) -> str:
-        """The name of its real user, or the number where there is no name."""
         return user_name(self.uids[0])
 
 
@@ -78,7 +75,6 @@ def look(pid: int) -> Seen | None:
 
 
 def user_name(uid: int) -> str:
-    """The name of a user, or its number as text."""
     try:
         return printable(pwd.getpwuid(uid).pw_name)
     except KeyError:
@@ -91,11 +87,7 @@ def printable(text: str) -> str:
 
 
 def invoking_user() -> int:
-    """The id of the user who typed the command.
-
-    Raises:
-        BadInput: `SUDO_UID` is no user id, so that nobody can tell.
-    """
+    """The id of the user who typed the command. BadInput: `SUDO_UID` is no user id."""
     text = os.environ.get("SUDO_UID")
     if os.geteuid() != 0 or os.getuid() != 0 or text is None:
         return os.getuid()
@@ -122,12 +114,8 @@ def with_rights_of(uid: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Guard:
-    """What must not be signalled.
-
-    Args:
-        owner: the user whose processes may be.
-        protected: processes that may not, nor their descendants, nor their ancestors.
-    """
+    """What must not be signalled: all but `owner`'s processes, and `protected` ones with their
+    descendants and ancestors."""
 
     owner: int
     protected: frozenset[int] = frozenset()
@@ -176,11 +164,7 @@ def _may_hold_gpu(pid: int) -> bool:
         links = list(Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
         return True
-    for link in links:
-        with contextlib.suppress(OSError):
-            if os.readlink(link).startswith("/dev/nvidia"):
-                return True
-    return False
+    return any(os.path.realpath(link).startswith("/dev/nvidia") for link in links)
 
 
 def _program(arguments: list[str]) -> str:

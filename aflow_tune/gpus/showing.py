@@ -1,7 +1,7 @@
 """The GPUs as text: once, or again and again until Ctrl-C, on a terminal in place.
 
-What is watched can be kept as lines of JSON. Kept lines name programs but hold no arguments: these
-may be secrets, and a file is read by more people than a screen.
+Kept lines of JSON hold no arguments of programs: these may be secrets, and a file is read by more
+people than a screen.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from aflow_tune.files import append_line
 from aflow_tune.gpus.devices import Device, GpuProcess, Snapshot, snapshot
@@ -50,16 +49,14 @@ def _device_lines(device: Device, indent: str = "") -> list[str]:
     title += f"  {device.uuid}" if device.uuid else ""
     if device.problem:
         return [title, f"{indent}  not usable: {device.problem}"]
-    facts = []
-    if device.use is not None:
-        facts.append(f"use {device.use:.0%}")
-    if device.memory_used is not None and device.memory_total is not None:
-        used, total = device.memory_used / _GIB, device.memory_total / _GIB
-        facts.append(f"memory {used:.1f} of {total:.1f} GiB")
+    used, total = device.memory_used, device.memory_total
+    facts = [] if device.use is None else [f"use {device.use:.0%}"]
+    if used is not None and total is not None:
+        facts.append(f"memory {used / _GIB:.1f} of {total / _GIB:.1f} GiB")
     if device.temperature_c is not None:
         facts.append(f"{device.temperature_c} °C")
     if device.power_w is not None:
-        limit = f" of {device.power_limit_w:.0f}" if device.power_limit_w is not None else ""
+        limit = "" if device.power_limit_w is None else f" of {device.power_limit_w:.0f}"
         facts.append(f"{device.power_w:.0f}{limit} W")
     facts += ["divided (MIG)"] * device.divided
     lines = [title, f"{indent}  {', '.join(facts) or 'the driver says nothing about it'}"]
@@ -78,17 +75,9 @@ def _device_lines(device: Device, indent: str = "") -> list[str]:
 
 
 def watch(interval: float, *, owner: int, log: Path | None = None, as_json: bool = False) -> None:
-    """Show the GPUs every `interval` seconds, until KeyboardInterrupt ends it (it returns).
-
-    Args:
-        owner: the user whose processes are marked as own in JSON.
-        log: a file to append a line of JSON to each time.
-        as_json: print such lines instead of pictures.
-
-    Raises:
-        NvmlUnavailable: there is no driver to ask, or not any more.
-        OSError: the file cannot be written.
-    """
+    """Show the GPUs every `interval` seconds until Ctrl-C, as lines of JSON if `as_json`; `log`: a
+    file that gets such lines. `owner`: whose processes are `own` in JSON. NvmlUnavailable: there is
+    no driver to ask. OSError: the log cannot be written."""
     due = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):
         while True:
@@ -112,14 +101,13 @@ def watch(interval: float, *, owner: int, log: Path | None = None, as_json: bool
 def logged(now: Snapshot, owner: int) -> str:
     """A snapshot as one line of JSON, without the arguments of commands."""
 
-    def without(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: without(v) for k, v in value.items() if k != "command"}
-        return [without(item) for item in value] if isinstance(value, list) else value
-
-    return json.dumps(without(now.to_json(owner)), ensure_ascii=False)
+    told = now.to_json(owner)
+    for device in (each for gpu in told["devices"] for each in (gpu, *gpu["instances"])):
+        for process in device["processes"] or ():
+            del process["command"]
+    return json.dumps(told, ensure_ascii=False)
 
 
 def append(path: Path, now: Snapshot, owner: int) -> None:
-    """Append a snapshot as a line of JSON. Raises as `append_line`."""
+    """Raises as `append_line`."""
     append_line(path, logged(now, owner).encode() + b"\n")

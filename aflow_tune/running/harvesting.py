@@ -7,8 +7,8 @@
       lessons/ID.jsonl      what one teacher answered
 
 The first two appear whole, when the harvest is done; the others grow, and the same command goes on
-from them. Problems that also stand in a held-out task set, exactly or nearly, are dropped before
-anything is asked. What is tried and what is kept is decided in `aflow_tune.harvest`.
+from them. Problems that are also held out are dropped before anything is asked. What is tried and
+what is kept is decided in `aflow_tune.harvest`.
 """
 
 from __future__ import annotations
@@ -51,24 +51,14 @@ if TYPE_CHECKING:
     from aflow_tune.writer.workflow import WriterWorkflow
 
 PAIRS_FILE = "sft.jsonl"
-AT_ONCE_ON_PROCESSOR = 16
-_SLACK_SECONDS = 1.0
-"""Whoever says `stop` because of `budget.wall_seconds` began to count a little earlier."""
-_DO = {
-    "untried": "is the executor running, and is its address right? See untried_by_reason",
-    "refused": "allow the operators that the graphs need (writer.operators), or raise "
-    "writer.max_calls",
-    "failed": "see failed_examples",
-    "wrong": "take an executor that can solve these problems, ask a teacher for other graphs, "
-    "or lower harvest.min_score",
-    "unscored": "see that rows and scorer fit each other",
-}
-"""What to do where most graphs ended so."""
+AT_ONCE_ON_PROCESSOR = 16  # more graphs that wait for one processor would only run out of time
+_SLACK_SECONDS = 1.0  # whoever says `stop` because of `budget.wall_seconds` began a little earlier
+_OUTCOMES = ("untried", "refused", "failed", "wrong", "unscored")
 
 
 @dataclass(frozen=True)
 class HarvestSummary:
-    """What a harvest left: the pairs, and the counts that `harvest.json` holds."""
+    """`counts` are those of `harvest.json`."""
 
     pairs: Path
     counts: Mapping[str, Any]
@@ -84,13 +74,9 @@ def run_harvest(
     out: Path | None = None,
 ) -> HarvestSummary:
     """Harvest with a prepared configuration whose task sets are laid out, in a `folder` that the
-    caller holds; the pairs go to `out`, else into it.
-
-    Raises:
-        BadInput: rows, templates or models cannot be used.
-        Interrupted, BudgetReached: stopped; the same call goes on.
-        RunFailed: no graph solved a problem, or a file cannot be written.
-    """
+    caller holds; the pairs go to `out`, else into it. BadInput: rows, templates or models cannot be
+    used. Interrupted, BudgetReached: stopped; the same call goes on. RunFailed: no graph solved a
+    problem, or a file cannot be written."""
     pairs, limit = out or folder / PAIRS_FILE, config.budget.wall_seconds
     deadline = float("inf") if limit is None else time.monotonic() + limit
     kept = f"What was tried is kept in {folder}. The same command goes on from there."
@@ -122,14 +108,12 @@ def run_harvest(
 
 def _why_nothing(counts: Mapping[str, Any]) -> str:
     if not counts["problems"]:
-        why = f"there is no problem left: {counts['leaks']} stand in a held-out task set too"
-        return f"{why}. Give the training task set rows of its own."
-    most = max(_DO, key=lambda name: counts[name])
-    if not counts[most]:
+        return f"no problem is left: {counts['leaks']} stand in a held-out task set too"
+    shown = ", ".join(f"{counts[name]} {name}" for name in _OUTCOMES if counts[name])
+    if not shown:
         return "there was no graph to try. Add a source to harvest.sources."
-    shown = ", ".join(f"{counts[name]} {name}" for name in _DO if counts[name])
     examples = [*counts["untried_by_reason"], *counts["failed_examples"]][:1]
-    return "\n".join([f"no graph solved a problem ({shown})", *examples, f"do: {_DO[most]}"])
+    return "\n".join([f"no graph solved a problem ({shown})", *examples, f"see {COUNTS_FILE}"])
 
 
 async def _harvest(
@@ -161,15 +145,12 @@ async def _harvest(
     with use_policy(config.sandbox), use_prompts(config.prompts), spend.open():
         async with LocalModels() as local, AsyncExitStack() as stack:
             trials, lessons = _journals(config, folder, workflow, roles)
-            if trials.entries or lessons.entries:
-                phase(f"going on: {len(trials.entries)} graphs were tried by an earlier command")
             auxiliary: dict[str, Any] = {}
             at_once = config.local.max_batch
             if problems and roles & {model.name for model in config.explorer.auxiliary_models}:
                 phase("loading the executor")
                 auxiliary = await stack.enter_async_context(local.auxiliary_chat_models(config))
                 if pick_device(config.local.device).type != "cuda":
-                    # Many graphs that wait for one processor would only run out of time.
                     at_once = min(at_once, AT_ONCE_ON_PROCESSOR)
             harvest = Harvest(
                 workflow,
@@ -191,7 +172,7 @@ async def _harvest(
 
 
 async def _problems(config: AflowConfig, workflow: WriterWorkflow) -> tuple[list[Problem], int]:
-    """The problems to harvest on, and how many were dropped because they are held out."""
+    """With how many were dropped because they are held out."""
     rows = await _rows(config)
     held_out = [
         dict(task.raw_task or {})
@@ -219,7 +200,7 @@ async def _problems(config: AflowConfig, workflow: WriterWorkflow) -> tuple[list
 
 
 async def _rows(config: AflowConfig) -> list[dict[str, Any]]:
-    """The rows of the training task sets, once each, with what a mix adds to them."""
+    """Of the training task sets, once each, with what a mix adds to them."""
     inputs, benchmarks = config.buffer.explorer_input, benchmarks_of(config)
     rows = []
     plain = DataSelectorConfig()
@@ -263,7 +244,7 @@ def _digest(value: Any) -> str:
 
 
 def _source_of(item: Callable[..., Any]) -> str:
-    """The text of the file that a function or class of the user's stands in; its name if none."""
+    """The text of the file that it stands in; its name if none."""
     home = getattr(item, "__module__", "")
     name, module = f"{home}.{getattr(item, '__qualname__', item)}", sys.modules.get(home or "")
     try:

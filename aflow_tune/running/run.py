@@ -1,6 +1,5 @@
 """One run from a loaded configuration to a proven result: a success only if the trainer reached its
-target and the last checkpoint loads. `Run` trains on rollouts; `MODES` names what the other modes
-do instead.
+target and the last checkpoint loads. `Run` trains on rollouts; `MODES` names the others.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +77,7 @@ class Run:
         """The stage that began from this run's result, which therefore must stay as it is."""
 
     def prepare(self) -> None:
-        """Check the functions, settle the engine and every setting. BadInput: with every fault of
-        the functions, of the settings or of the data."""
+        """Check the functions, settle the engine and every setting. BadInput: with every fault."""
         if self.workflow_func is not None and needs_workflow(self.config):
             check_functions(self.workflow_func, self.judge_func)
         check_run_prompts(self.config)
@@ -101,8 +99,8 @@ class Run:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Hold the run folder, and take it back to the checkpoint it will resume from. BadInput:
-        the folder is in use, or another configuration's. AlreadyFinished: this very run is."""
+        """Hold the run folder, taken back to the checkpoint it will resume from. BadInput: it is in
+        use, or another configuration's. AlreadyFinished: this very run is."""
         with locked(self.run_dir):
             run_state.refuse_chain(self.run_dir)
             log_to(self.run_dir / "log")
@@ -146,8 +144,8 @@ class Run:
 
     def execute(self, stop: Stop) -> TuneResult:
         """Run to the target on the chosen engine, and report. RunFailed: the target was not
-        reached, or the last checkpoint does not load. Interrupted, BudgetReached: `stop` or a limit
-        said so; the state is saved."""
+        reached, or the last checkpoint does not load. Interrupted, BudgetReached: the state is
+        saved."""
         self.spend = spend_of(self.config)
         limit = self.config.budget.wall_seconds
         deadline = None if limit is None else time.monotonic() + limit
@@ -165,11 +163,8 @@ class Run:
             ):
                 reached = self._engine(panel.phase, lambda: stop() or spent())
             self._prove(reached, stop(), spent())
-        except (Interrupted, BudgetReached) as error:
-            self._write_end("interrupted", str(error))
-            raise
-        except KeyboardInterrupt:
-            self._write_end("interrupted", "stopped at once, by a second Ctrl-C or SIGTERM")
+        except (Interrupted, BudgetReached, KeyboardInterrupt) as error:
+            self._write_end("interrupted", str(error) or "stopped at once, by a second Ctrl-C")
             raise
         except BaseException as error:
             reason, problem = None, disk_fault(error)
@@ -247,9 +242,7 @@ class Run:
             return
         at = f"at step {reached} of {self.target}"
         if stopped or spent:
-            rest = f"; the state of step {saved[-1].step if saved else 0} is saved in "
-            rest += f"{self.run_dir}. The same command resumes from there."
-            raise self._ended_early(stopped, f" {at}{rest}")
+            raise self._ended_early(stopped, f" {at}. {self._left()}")
         raise RunFailed(f"the trainer ended {at}. Logs: {self.run_dir / 'log'}")
 
     def _ended_early(self, stopped: bool, rest: str) -> Interrupted | BudgetReached:
@@ -259,22 +252,20 @@ class Run:
 
     def _left(self) -> str:
         """What the run folder holds, and what the same command would do with it."""
-        saved, kept = checkpoints(self.run_dir), "What was finished is kept"
-        if self.target and not saved:
-            return f"No step was saved in {self.run_dir}; the same command begins again."
+        kept = "What was finished is kept"
         if self.target:
-            kept = f"The state of step {saved[-1].step} of {self.target} is saved"
+            step = max((point.step for point in checkpoints(self.run_dir)), default=0)
+            kept = f"The state of step {step} of {self.target} is saved"
         return f"{kept} in {self.run_dir}; the same command resumes from there."
 
     def _write_end(self, status: str, error: str | None = None) -> None:
-        """Write down how the run ended. RunFailed: it could not be written, and the run would have
-        been called finished."""
+        """RunFailed: it could not be written, and the run would have been called finished."""
         saved = checkpoints(self.run_dir)
         if error is not None and len(error) > MAX_ERROR:  # its first line says what, its last why
             error = f"{error[: MAX_ERROR // 2]}\n...\n{error[-MAX_ERROR // 2 :]}"
         self.state.status, self.state.error, self.state.ended = status, error, time.time()
         self.state.step = saved[-1].step if saved else 0
-        self.state.summary = summarise(self.run_dir, self.config.algorithm.repeat_times)
+        self.state.summary = summarise(self.run_dir)
         try:
             write_state(self.run_dir, self.state)
         except OSError as problem:
@@ -285,8 +276,7 @@ class Run:
 
 
 class DataRun(Run):
-    """`mode: train`: learns from a data set. One trainer needs no Ray: on the local engine it runs
-    in this process, with or without `--inline`."""
+    """`mode: train`: learns from a data set, on the local engine always in this process."""
 
     def _target(self) -> int:
         materialise_experiences(self.config)
@@ -312,8 +302,7 @@ class DataRun(Run):
 
 
 class _Stepless(Run):
-    """A run without steps: there is none to reach, and nothing to take back. Whatever works raises
-    where its result is not whole."""
+    """A run without steps: what works raises where its result is not whole."""
 
     def _target(self) -> int:
         return 0
@@ -361,12 +350,9 @@ _MEASURED_BY = (
 class BenchRun(_Stepless):
     """`mode: bench`: evaluates a model on held-out tasks, trains nothing.
 
-    Which weights is Trinity's rule: the model of `model.model_path`, and every checkpoint of the
-    run folder; with `explorer.eval_on_startup: false` the checkpoints only, with
-    `explorer.bench_on_latest_checkpoint: true` the newest one only. On `engine: trinity` Trinity's
-    own benchmark runs.
-
-    An evaluation that was broken off goes on from its last record. In the folder of a training run
+    Which weights is Trinity's rule: the model of `model.model_path` (unless
+    `explorer.eval_on_startup: false`) and every checkpoint of the run folder, or with
+    `explorer.bench_on_latest_checkpoint: true` the newest one only. In the folder of a training run
     the bench is a guest: it adds what that run did not evaluate and leaves its state alone.
     """
 
@@ -460,10 +446,9 @@ class BenchRun(_Stepless):
         metrics: dict[str, float] = {}
         for name, steps in load_evaluations(self.run_dir).items():
             if (found := steps.get(step)) is not None:
-                means = {"score": found.interval()}
-                means |= {metric: found.metric_interval(metric) for metric in found.metric_names()}
                 metrics[f"eval/{name}/finished_task_count"] = float(found.items)
-                for metric, mean in means.items():
+                means = {metric: found.metric_interval(metric) for metric in found.metric_names()}
+                for metric, mean in ({"score": found.interval()} | means).items():
                     if mean is not None:
                         metrics[f"eval/{name}/{metric}/mean"] = mean.mean
         monitor = make_monitor(self.config, self.config.explorer.name)
@@ -479,8 +464,7 @@ class BenchRun(_Stepless):
         wanted = [(name, step) for name in names for step in self._weights()]
         missing = [f"{one[0]} at step {one[1]}" for one in wanted if one not in self._done]
         if missing and (stopped or spent):
-            rest = f"; every finished rollout is kept in {self.run_dir}. The same command goes on."
-            raise self._ended_early(stopped, rest)
+            raise self._ended_early(stopped, f". {self._left()}")
         if missing:
             raise RunFailed(f"not evaluated to the end: {', '.join(missing)}")
         for name, step in wanted:
@@ -494,16 +478,7 @@ class BenchRun(_Stepless):
             super()._write_end(status, error)
 
 
-MODES: Mapping[str, type[Run]] = {
-    "both": Run,
-    "train": DataRun,
-    "bench": BenchRun,
-    "harvest": HarvestRun,
-    # Trinity's own, on its engines only.
-    "colocate": Run,
-    "explore": Run,
-    "serve": ServeRun,
-}
+MODES = {"train": DataRun, "bench": BenchRun, "harvest": HarvestRun, "serve": ServeRun}
 
 
 def make_run(

@@ -6,10 +6,10 @@
       account.sqlite                 what all stages spent together
       <stage_name>/                  a run folder like any other (`run_state.py`)
 
-Every stage is a whole run (`run.MODES`). It begins with the model that the last training stage
-before it exported; auxiliary models keep their own paths. All stages are checked before the first
-one starts. The same command goes on in whichever stage was under way. On `engine: trinity` order,
-folders and the checkpoint that the next one takes are those of Trinity's own stage loop.
+Every stage is a whole run (`run.MODES`), which begins with the model that the last training stage
+before it exported. All stages are checked before the first one starts. The same command goes on in
+whichever stage was under way. On `engine: trinity` order, folders and the checkpoint that the next
+one takes are those of Trinity's own stage loop.
 """
 
 from __future__ import annotations
@@ -36,16 +36,15 @@ from aflow_tune.types import TuneResult
 
 @dataclass
 class StageState:
-    """One stage in `chain.json`. `status`: waiting, running, interrupted, failed, finished."""
+    """One stage in `chain.json`. `status`: waiting, running, interrupted, failed, finished.
+    `seconds`: of all commands together. `model`: what it began from."""
 
     name: str
     mode: str
     status: str = "waiting"
     target: int = 0
     seconds: float = 0.0
-    """Spent on it by all commands together."""
     model: str = ""
-    """What it began from."""
 
 
 def run_chain(
@@ -55,8 +54,7 @@ def run_chain(
     stop: Callable[[], bool],
 ) -> TuneResult:
     """Run every stage that is not finished; the result is the last training stage's. BadInput: any
-    stage was refused (then nothing was started), or the folder belongs to another chain; else it
-    raises as a single run, and names the stage."""
+    stage was refused, or the folder belongs to another chain; else it raises as a single run."""
     folder = chain_folder(config)
     if not config.continue_from_checkpoint and folder.is_dir() and any(folder.iterdir()):
         config.name = f"{config.name}_{time.strftime('%Y%m%d%H%M%S')}"
@@ -169,7 +167,7 @@ class _Chain:
             self._report()
 
     def _report(self) -> Path | None:
-        """The page as things stand; a full disk does not unmake what the stages did."""
+        """A full disk does not unmake what the stages did."""
         try:
             return write_chain_report(self.folder)
         except OSError as error:
@@ -177,8 +175,8 @@ class _Chain:
             return None
 
     def _read_states(self) -> list[StageState]:
-        """What is known of the stages. BadInput: the folder is that of a single run, or of a chain
-        whose started stages are not the first ones here."""
+        """BadInput: the folder is that of a single run, or of a chain whose started stages are not
+        the first ones here."""
         if (self.folder / RUN_FILE).exists():
             title, fix = "This folder holds a run without `stages`.", "give another `name=`"
             expected = "the folder of a chain, or a new one"
@@ -201,8 +199,7 @@ class _Chain:
         ]
 
     def _write_states(self, *, must: bool) -> None:
-        """Write `chain.json`; unless it `must`, a full disk costs a warning, so that why the stage
-        failed is told."""
+        """Unless it `must`, a full disk costs a warning, so that why the stage failed is told."""
         stages = [asdict(state) for state in self.states]
         content = {"stages": stages, "command": self.config.command, "host": socket.gethostname()}
         try:
@@ -225,6 +222,5 @@ def trained_model(config: AflowConfig, folder: Path) -> str:
         return str(path)
     merged = folder / "export" / "merged"
     if not (merged / "config.json").is_file():
-        gone = f"stage {folder.name!r} is finished, but its model is gone: {merged}"
-        raise RunFailed(f"{gone}. Put it back, or give the chain another `name=`.")
+        raise RunFailed(f"stage {folder.name!r} is finished, but its model is gone: {merged}")
     return str(merged)

@@ -1,5 +1,4 @@
 """Run folders as such: their layout and state, a list of them, which checkpoints stay.
 
-Light on purpose: a list over hundreds of folders must not wait for torch, Trinity or Ray. What a
-run does is left to `engines/trinity/`, what its evaluations say to `report/`.
+Light on purpose: a list over hundreds of folders must not wait for torch, Trinity or Ray.
 """

@@ -5,10 +5,9 @@ by held-out score on top of them. With Ray the trainer is a step ahead of the ev
 checkpoint whose evaluation is still to come waits for it.
 
 `aflow-tune runs clean` keeps what a resume, a longer run and `export --checkpoint best|last` need.
-What a kill left half-written and what was set aside as damaged goes. Where a checkpoint that would
-stay is damaged, all stay: a resume would go back to an earlier one. Never touched: a run that is
-going on here or may go on elsewhere, links, folders without a state file of ours, and checkpoints
-that are not in our form, such as those of `engine: trinity`.
+Where a checkpoint that would stay is damaged, all stay: a resume would go back to an earlier one.
+Never touched: a run that is going on here or may go on elsewhere, links, folders without a state
+file of ours, and checkpoints that are not in our form, such as those of `engine: trinity`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _DAMAGED = re.compile(r"damaged_global_step_\d+(_\d+)?")
 
 @dataclass(frozen=True)
 class Doomed:
-    """One folder that would go: why, and the bytes that it holds."""
+    """One folder that would go; `size` in bytes."""
 
     path: Path
     why: str
@@ -52,7 +51,7 @@ class Doomed:
 
 @dataclass(frozen=True)
 class Plan:
-    """What would go and what would stay of one run; `untouched` says why nothing is looked at."""
+    """What would go and stay of one run; `untouched`: why nothing is looked at."""
 
     run: Path
     doomed: tuple[Doomed, ...] = ()
@@ -63,7 +62,6 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Bytes that would be freed."""
         return sum(item.size for item in self.doomed)
 
 
@@ -83,12 +81,10 @@ def plan(run: Path, *, keep_last: int = 1, keep_best: int = 1) -> list[Plan]:
 
 def carry_out(plans: Sequence[Plan]) -> tuple[list[Doomed], list[str]]:
     """Take away what the plans name; returns what went, and why something did not. Each run is held
-    and looked at again: what is needed by now stays, and all of a run that has begun meanwhile."""
+    and looked at again: what is needed by now stays."""
     gone: list[Doomed] = []
     problems: list[str] = []
-    for item in plans:
-        if not item.doomed:
-            continue
+    for item in (each for each in plans if each.doomed):
         try:
             with ExitStack() as stack:
                 if (item.run.parent / CHAIN_FILE).is_file():
@@ -156,8 +152,7 @@ def kept_in_run(
     Args:
         keep_last: how many of the newest; 0: all.
         keep_best: how many of the best by held-out score, which may be among the newest.
-        eval_interval: of a run that goes on and evaluates every so many steps, some time after
-            their weights were saved; those stay if any best one does. None: nothing is to come.
+        eval_interval: of a run that goes on: every so many steps an evaluation may be to come.
     """
     if keep_last <= 0:
         return dict.fromkeys(steps, "all are kept")

@@ -18,27 +18,24 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.errors import BadInput, disk_fault
+from aflow_tune.errors import BadInput, Fault, disk_fault
 from aflow_tune.files import write_json
 from aflow_tune.types import Checkpoint
 
 RUN_FILE = "run.json"
-CHAIN_FILE = "chain.json"
-"""In the folder of a chain of stages, in place of `run.json`; see `stage_chain.py`."""
+CHAIN_FILE = "chain.json"  # of a chain of stages, in place of `run.json`
 LOCK_FILE = "run.lock"
-ACCOUNT_FILE = "account.sqlite"
-"""In the run folder, or in that of its chain: what was spent so far, where there is a limit."""
+ACCOUNT_FILE = "account.sqlite"  # what was spent so far, where there is a limit
 STEP_PREFIX = "global_step_"
-MAX_ERROR = 2000
-"""Characters of the last error that are kept."""
-_LOCK_SECONDS = 1.0
-"""Whoever lists runs looks at locks by taking them for an instant."""
+MAX_ERROR = 2000  # characters of the last error that are kept
+_LOCK_SECONDS = 1.0  # whoever lists runs looks at locks by taking them for an instant
 
 
 @dataclass
@@ -54,12 +51,11 @@ class RunState:
     command: dict[str, Any] | None = None
     """What starts it again: `config`, `overrides`, `inline`, `cwd`. None: a call of `tune()`."""
     host: str = ""
-    """The machine that the last command ran on."""
     started: float = 0.0
     """Seconds since the epoch when the last command began; so `ended`, 0 while it runs."""
     ended: float = 0.0
     summary: dict[str, Any] = field(default_factory=dict)
-    """What its records came to when the last command ended; `listing.py` knows the form."""
+    """As `listing.summarise` made it when the last command ended."""
 
 
 def read_state(run_dir: Path) -> RunState | None:
@@ -80,7 +76,6 @@ def read_state(run_dir: Path) -> RunState | None:
 
 
 def write_state(run_dir: Path, state: RunState) -> None:
-    """Replace `run.json` atomically."""
     write_json(run_dir / RUN_FILE, asdict(state))
 
 
@@ -94,8 +89,8 @@ def new_state(
 
 
 def read_stages(folder: Path) -> list[dict[str, Any]]:
-    """The stages that a chain's folder tells of, in their order; empty for any other folder.
-    BadInput: the file is no list of stages."""
+    """The stages of a chain's folder, in their order; empty for any other folder. BadInput: the
+    file is no list of stages."""
     path = folder / CHAIN_FILE
     try:
         stages = list(json.loads(path.read_text(encoding="utf-8"))["stages"])
@@ -119,9 +114,8 @@ def locked(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         if disk_fault(error) is not None:
             raise
-        title, expected = "This run folder cannot be written to.", "one that you may write to"
-        fix = "change its owner or mode, or choose another `checkpoint_root_dir` or `name=`"
-        raise BadInput.of(title, str(run_dir), expected, str(error), fix) from None
+        title, fix = "This run folder cannot be written to.", "choose another `name=`"
+        raise BadInput.of(title, str(run_dir), "one to write to", str(error), fix) from None
     with lock as file:
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
@@ -130,16 +124,16 @@ def locked(run_dir: Path) -> Iterator[None]:
                 break
             except OSError:
                 if time.monotonic() > deadline:
-                    title, fix = "Another command is using this run folder.", "another `name=`"
+                    title, fix = "Another command is using this run folder.", "wait for it, stop it"
                     told = "a folder that nobody is writing to", "a lock of a running command"
-                    fix = f"wait for it, stop it, or choose {fix}"
+                    fix = f"{fix}, or choose another `name=`"
                     raise BadInput.of(title, str(run_dir), *told, fix) from None
                 time.sleep(0.05)
         yield
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a command is at work in the folder. One that may not be asked counts as at work."""
+    """Whether a command is at work in the folder, or it may not be asked."""
     try:
         with (run_dir / LOCK_FILE).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -169,3 +163,47 @@ def remove_checkpoint(path: Path) -> None:
     doomed = path.with_name(f".{path.name}.removed-{os.getpid()}")
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def command_of(
+    folder: Path, overrides: Sequence[str] = ()
+) -> tuple[Path, list[str], bool | None, Path]:
+    """What began the run in `folder` (a stage's stands for its chain): `aflow-tune CONFIG
+    OVERRIDES...`, `inline`, and the folder that it was typed in. Running it again is the whole of
+    resuming. Settings that hold secrets were not written down and must be among the `overrides`.
+    BadInput: there is no run, no command began it (but `tune()`), its files are gone, or a secret
+    is missing."""
+    title, path = "This run cannot be resumed by its folder.", folder.expanduser().resolve()
+    if (path.parent / CHAIN_FILE).is_file():
+        path = path.parent
+    try:
+        if (path / CHAIN_FILE).is_file():
+            told = json.loads((path / CHAIN_FILE).read_text(encoding="utf-8"))["command"]
+        elif (state := read_state(path)) is not None:
+            told = state.command
+        else:
+            fix = "aflow-tune runs shows what there is"
+            raise BadInput.of(title, str(path), "a run folder", "no run.json there", fix)
+        config, cwd = Path(told["config"]), Path(told["cwd"])
+        began, inline = list(told["overrides"]), told["inline"]
+    except (KeyError, TypeError, JSONDecodeError):
+        expected, found = "the command that the run was started with", "none, such as after tune()"
+        fix = "call tune() again, or type the same `aflow-tune CONFIG ...` again"
+        raise BadInput.of(title, str(path), expected, found, fix) from None
+    faults = [
+        Fault(str(place), "what the run was started with", "it is gone", "put it back")
+        for place, there in ((config, config.is_file()), (cwd, cwd.is_dir()))
+        if not there
+    ]
+    given = {item.partition("=")[0] for item in overrides}
+    fix = "name it once more: aflow-tune runs resume DIR key=value"
+    faults += [
+        Fault(key, "a setting that holds a secret, which is kept nowhere", "it is not given", fix)
+        for key in told.get("secret", ())
+        if key not in given
+    ]
+    if faults:
+        raise BadInput(title, faults)
+    if told.get("renamed"):  # the command asked for a fresh folder, and would get another one now
+        began += [f"name={path.name}", "continue_from_checkpoint=true"]
+    return config, began, inline, cwd

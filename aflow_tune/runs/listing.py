@@ -1,8 +1,7 @@
 """Runs found below a folder, and what each has come to: state, step, best score, cost.
 
-Everything is read from small files: `run.json`, `chain.json`, the end of `metrics.jsonl`; records
-of evaluations only where the run has not summed them up itself when it ended (`summarise`).
-Whether a run is going on is decided by its lock alone: a process that was killed holds none.
+Everything is read from small files; records of evaluations only where the run has not summed them
+up itself when it ended (`summarise`). Whether a run is going on is decided by its lock alone.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from aflow_tune.runs.folder import (
     read_state,
 )
 
-MOST_DEPTH = 4
-"""Folders below a root in which a run may lie: project, group, name, and one more."""
+MOST_DEPTH = 4  # below a root: project, group, name, and one more
 _TAIL_BYTES = 1 << 17
 
 
@@ -48,12 +46,9 @@ class State(StrEnum):
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
     FAILED = "failed"
-    KILLED = "killed"
-    """It was going on, and nobody holds its lock any more."""
-    ELSEWHERE = "elsewhere"
-    """Going on or killed: it was started on another machine, whose lock may not be seen here."""
-    WAITING = "waiting"
-    """A stage whose turn has not come."""
+    KILLED = "killed"  # it was going on, and nobody holds its lock any more
+    ELSEWHERE = "elsewhere"  # going on or killed, on another machine
+    WAITING = "waiting"  # a stage whose turn has not come
     UNREADABLE = "unreadable"
 
 
@@ -62,12 +57,9 @@ STATES = {state.value: state for state in State}
 
 @dataclass(frozen=True)
 class RunInfo:
-    """One run, chain or stage, as it is listed.
-
-    `step` is the last one that was trained, `saved` the last with a checkpoint, `best` the step
-    and mean of the best whole evaluation. `usd` is None where no cost is known, `about` is True
-    where it is an approximation. Times are seconds since the epoch.
-    """
+    """One run, chain or stage, as it is listed. `step`: the last that was trained; `saved`: the
+    last with a checkpoint; `best`: step and mean of the best whole evaluation; `about`: whether
+    calls without a price are missing in `usd`. Times are seconds since the epoch."""
 
     path: Path
     state: State
@@ -130,19 +122,17 @@ def describe(path: Path) -> RunInfo:
         return RunInfo(path, State.UNREADABLE) if state is None else _run(path, state)
     except BadInput as error:
         why = f"{error.title} {error.faults[0].found}"
-    except OSError as error:
-        why = f"{error.strerror}: {error.filename}"
-    except (ValueError, TypeError, AttributeError) as error:  # a summary that is none of ours
-        why = f"its state is not in our form: {error}"
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # a summary that is not ours
+        why = f"its state cannot be read: {error}"
     return RunInfo(path, State.UNREADABLE, error=why)
 
 
-def summarise(run_dir: Path, repeat_times: int | None) -> dict[str, Any]:
+def summarise(run_dir: Path) -> dict[str, Any]:
     """What is kept in `run.json` so that a list need not read all records again: `scores` by step
-    and task set, `of` what they were read from, `usd` and `about` as in `RunInfo`. Empty where the
-    records cannot be read. `repeat_times`: rollouts of each task in a training step."""
+    and task set, `of` what they were read from, `usd` and `about` as in `RunInfo`; empty where the
+    records cannot be read."""
     try:
-        usd, about = _cost(run_dir, repeat_times)
+        usd, about = _cost(run_dir)
         scores = {str(step): of for step, of in scores_of(run_dir).items()}
         return {"of": _signature(run_dir), "scores": scores, "usd": usd, "about": about}
     except (OSError, ValueError):
@@ -154,15 +144,15 @@ def _run(path: Path, state: RunState) -> RunInfo:
     if not is_locked(path):
         known = STATES.get(state.status, State.UNREADABLE)
         known = _unlocked(state.host) if known is State.RUNNING else known
-    errors = {
-        State.FAILED: state.error,
-        State.INTERRUPTED: state.error,
-        State.KILLED: "its process is gone, and had no time to say why",
-        State.ELSEWHERE: f"started on {state.host}: going on there, or killed",
-    }
-    ended = known in (State.FINISHED, State.FAILED, State.INTERRUPTED)
+    ended, error = known in (State.FINISHED, State.FAILED, State.INTERRUPTED), None
+    if known is State.KILLED:
+        error = "its process is gone, and had no time to say why"
+    elif known is State.ELSEWHERE:
+        error = f"started on {state.host}: going on there, or killed"
+    elif ended:
+        error = state.error
     if not ended or summary.get("of") != _signature(path):
-        summary = summarise(path, state.fingerprint.get("algorithm.repeat_times"))
+        summary = summarise(path)
     usd = summary.get("usd")
     scores = {int(step): dict(of) for step, of in summary.get("scores", {}).items()}
     best = ranked(scores, scores)
@@ -180,7 +170,7 @@ def _run(path: Path, state: RunState) -> RunInfo:
         about=bool(summary.get("about")),
         started=state.started,
         changed=max(changed, state.started),
-        error=errors.get(known),
+        error=error,
         command=state.command,
         host=state.host,
     )
@@ -206,10 +196,7 @@ def _chain(path: Path) -> RunInfo:
         known = _unlocked(host)
         known = State.INTERRUPTED if known is State.KILLED else known
     trained = [stage for stage in stages if stage.best is not None]
-    usd, about = _cost(path, None)  # one file counts what all stages spend
-    costs = [stage.usd for stage in stages if stage.usd is not None]
-    if usd is None and costs:
-        usd, about = sum(costs), True
+    usd, about = _cost(path)  # one file counts what all stages spend
     error = None if now.state is State.FINISHED else now.error
     best = trained[-1] if trained else RunInfo(path, known)
     return replace(
@@ -231,7 +218,7 @@ def _chain(path: Path) -> RunInfo:
 
 
 def _signature(run_dir: Path) -> list[int]:
-    """Changes when evaluations are added, cut off or made again: how many files, and bytes."""
+    """Of evaluations: how many files, and bytes."""
     sizes = [file.stat().st_size for file in (run_dir / FOLDER).rglob("step_*.jsonl")]
     return [len(sizes), sum(sizes)]
 
@@ -250,30 +237,17 @@ def _last_step(run_dir: Path) -> tuple[int, float]:
     return max(steps, default=0), changed
 
 
-def _cost(run_dir: Path, repeat_times: int | None) -> tuple[float | None, bool]:
-    """US dollars, and whether that is an approximation. The account, kept where a run has
-    a limit, knows them exactly. Else the metrics of its training steps say it, without evaluations:
-    mean cost of a rollout by role x tasks x `repeat_times`."""
-    account = run_dir / ACCOUNT_FILE
+def _cost(run_dir: Path) -> tuple[float | None, bool]:
+    """US dollars by the account, which is kept where a run has a limit, and whether calls without a
+    known price are missing."""
+    uri = f"{(run_dir / ACCOUNT_FILE).absolute().as_uri()}?mode=ro"
     with contextlib.suppress(sqlite3.Error):  # there is none, or it cannot be read now
-        uri = f"{account.absolute().as_uri()}?mode=ro"
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1.0)) as connection:
-            row = connection.execute("SELECT SUM(pico), SUM(unpriced) FROM spent").fetchone()
-        pico, unpriced = row
+            asked = connection.execute("SELECT SUM(pico), SUM(unpriced) FROM spent")
+            pico, unpriced = asked.fetchone()
         if pico is not None and (pico or not unpriced):
             return pico / PICO, bool(unpriced)
-    try:
-        with (run_dir / FILE_NAME).open("rb") as file:
-            costly = [text for text in file if b'"rollout/cost/' in text]
-    except OSError:
-        return None, False
-    lines = {line.step: line.metrics for text in costly if (line := parse_line(text)) is not None}
-    total = 0.0
-    for metrics in lines.values():
-        rollouts = metrics.get("rollout/finished_task_count", 0.0) * (repeat_times or 1)
-        costs = [name for name in metrics if re.fullmatch("rollout/cost/.*/mean", name)]
-        total += rollouts * sum(metrics[name] for name in costs)
-    return (total, True) if lines else (None, False)
+    return None, False
 
 
 def _score_name(run_dir: Path) -> str:
@@ -286,7 +260,7 @@ def _score_name(run_dir: Path) -> str:
 
 
 def age(seconds_since_epoch: float) -> str:
-    """How long ago, in the largest unit that fits: `40 s`, `3 min`, `5 h`, `12 d`."""
+    """How long ago: `40 s`, `3 min`, `5 h`, `12 d`."""
     passed = max(0.0, time.time() - seconds_since_epoch)
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if passed >= 2 * size:

@@ -20,9 +20,8 @@ def own_program() -> list[str]:
 
 
 class RunProcess:
-    """A command that was started, the program by its full path; what it prints is appended to
-    `output`. Must be made in a thread that lives as long as the command. OSError: it could not be
-    started."""
+    """A command, the program by its full path; what it prints is appended to `output`. To be made
+    in a thread that lives as long as the command. OSError: it could not be started."""
 
     def __init__(
         self,
@@ -57,8 +56,7 @@ class RunProcess:
 
 
 def last_words(output: Path) -> str:
-    """What a command ended with: the error that `aflow-tune` printed, else the last line; empty
-    where it printed nothing."""
+    """What a command ended with: the error that `aflow-tune` printed, else the last line."""
     try:
         with output.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -68,6 +66,5 @@ def last_words(output: Path) -> str:
         return ""
     said = [line.strip() for line in lines if line.strip()]
     refused = [number for number, line in enumerate(said) if line.startswith("aflow-tune: ")]
-    if refused:
-        return " ".join(said[refused[-1] :]).removeprefix("aflow-tune: ")
-    return said[-1] if said else ""
+    last = said[refused[-1] :] if refused else said[-1:]
+    return " ".join(last).removeprefix("aflow-tune: ")
