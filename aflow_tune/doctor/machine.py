@@ -22,7 +22,6 @@ from pathlib import Path
 import psutil
 
 from aflow_tune.config import clashes
-from aflow_tune.contract.import_faults import package_cure
 from aflow_tune.doctor.lines import Line, fault, lacking, note, ok
 from aflow_tune.gpus.devices import NvmlUnavailable, snapshot
 
