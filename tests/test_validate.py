@@ -246,3 +246,13 @@ def test_a_quantised_model_can_be_served_and_not_trained(project: Path) -> None:
     (fault,) = check(GRAPH, model).faults
     assert "awq" in fault.found
     assert not check("serve", model).faults
+
+
+def test_what_the_local_engine_does_not_read_is_told(project: Path) -> None:
+    given = ("trainer.ulysses_sequence_parallel_size=1", "cluster.gpu_per_node=1", "seed=1")
+    config = load(project, *given)
+    prepare(config)
+    (told,) = [text for text in config.warnings if "not read" in text]
+    assert "trainer.ulysses_sequence_parallel_size" in told
+    assert "cluster.gpu_per_node" in told
+    assert "seed" not in told

@@ -7,6 +7,7 @@ where each single one is sound. What Trinity's own validators refuse clearly is 
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
 import math
 import re
@@ -41,6 +42,7 @@ from aflow_tune.data.checks import Findings
 from aflow_tune.data.fields import most_calls
 from aflow_tune.errors import Fault
 from aflow_tune.scoring.rewards import reward_faults
+from aflow_tune.sections import display
 
 ADAPTER = "aflow_tune.engines.trinity.rollout.adapter.WorkflowAdapter"
 MONITOR = "aflow_tune.engines.trinity.training.monitor.RunMonitor"
@@ -482,6 +484,37 @@ def _local_sampling(case: Case) -> Found:
                 yield config.wrong(key, expected, f"{name}: {default}, or another in held-out sets")
 
 
+_GPU_KEYS = words(
+    """
+    cluster.node_num cluster.gpu_per_node explorer.rollout_model.*_parallel_size
+    explorer.rollout_model.gpu_memory_utilization explorer.rollout_model.enforce_eager
+    explorer.rollout_model.enable_prefix_caching explorer.rollout_model.enable_chunked_prefill
+    explorer.rollout_model.use_v1 explorer.rollout_model.dtype explorer.rollout_model.seed
+    explorer.rollout_model.reasoning_parser explorer.rollout_model.extra_engine_args*
+    algorithm.optimizer.clip_grad model.fully_sharded_loras model.max_cpu_loras
+    trainer.trainer_type trainer.trainer_strategy trainer.use_dynamic_bsz
+    trainer.use_remove_padding trainer.balance_batch trainer.critic_warmup
+    trainer.max_token_len_per_gpu trainer.ulysses_sequence_parallel_size
+    trainer.fix_actor_microbatch_loss_scale trainer.*offload* trainer.megatron*
+    trainer.trainer_config* trainer.save_strategy synchronizer.sync_timeout
+    """
+)
+
+
+def _unread(case: Case) -> Found:
+    """What was set and concerns vLLM and verl only: the local engine ignores it."""
+    positions = case.config.positions
+    places = {*positions.lines, *positions.overrides, *positions.arguments}
+    unread = sorted(
+        key
+        for key in places
+        if any(fnmatch.fnmatchcase(key, pattern) for pattern in _GPU_KEYS)
+        and not any(other.startswith(key + ".") for other in places)
+    )
+    if unread:
+        yield f"not read by the local engine: {', '.join(display(key) for key in unread)}"
+
+
 # --- Trinity's own engines -----------------------------------------------------------------------
 # vLLM can quantise the sampler's weights while it loads them, of use only for a base that stays as
 # it is, with LoRA: else 16-bit weights arrive after every step. verl 0.8.0 cannot quantise.
@@ -546,6 +579,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_local_settings, engine="local"),
     Rule(_local_sampling, engine="local"),
     Rule(_precision_and_gpus, engine="local"),
+    Rule(_unread, engine="local"),
     Rule(_precision_and_gpus, modes=_ON_GPUS, engine="trinity"),
     Rule(_advantage, modes=_WITH_ROLLOUTS, together=True),
     Rule(_batches, modes=_WITH_ROLLOUTS, together=True),

@@ -19,6 +19,7 @@ import ray
 from aflow_tune.cluster.ray_for_run import ray_for_run
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.engines.trinity.rollout import explorer as ours
+from aflow_tune.engines.trinity.training.run_state import is_evaluated
 from aflow_tune.engines.trinity.training.trainer import LocalTrainActor
 from aflow_tune.errors import AflowTuneError, BudgetReached, RunFailed, disk_fault
 
@@ -113,7 +114,8 @@ def _cause(error: Any) -> Exception:
 def run_cluster(
     config: AflowConfig, functions: Functions, target: int, phase: Callable[[str], None]
 ) -> int:
-    """Run one stage by Trinity's stage runner; returns the step reached. Raises as `run_split`."""
+    """Run one stage by Trinity's stage runner; returns the step reached. Raises as `run_split`.
+    Says so if the last evaluation did not come to its end."""
     from trinity.cli.launcher import run_stage
 
     init, shutdown, wait = ray.init, ray.shutdown, ray.wait
@@ -137,10 +139,23 @@ def run_cluster(
     if not status.success:
         detail = status.error.traceback_text if status.error else "no cause was given"
         raise RunFailed(f"Trinity's stage {status.stage!r} failed:\n{detail}")
-    state = Path(config.checkpoint_job_dir) / f"{config.trainer.name}_meta.json"
+    run_dir = Path(config.checkpoint_job_dir)
+    state = run_dir / f"{config.trainer.name}_meta.json"
     if not state.exists():
         return 0
-    return int(json.loads(state.read_text(encoding="utf-8"))["latest_iteration"])
+    reached = int(json.loads(state.read_text(encoding="utf-8"))["latest_iteration"])
+    held_out = [taskset.name for taskset in config.buffer.explorer_input.eval_tasksets]
+    if (
+        config.mode != "train"
+        and reached >= target
+        and not is_evaluated(run_dir, reached, held_out)
+    ):
+        print(
+            f"warning: the evaluation of step {reached} did not end on every held-out task set "
+            f"({', '.join(held_out)}). The weights are saved; `aflow-tune eval` measures them.",
+            flush=True,
+        )
+    return reached
 
 
 @contextlib.contextmanager
