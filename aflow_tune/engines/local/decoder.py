@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from aflow_tune.engines.local.llama import LlamaDecoder, logprobs_of, supports
 from aflow_tune.engines.local.weights import Weights
 from aflow_tune.errors import BadInput
 
@@ -58,8 +59,6 @@ class Decoder(Protocol):
 def make_decoder(model: PreTrainedModel) -> Decoder:
     """The fastest decoder that computes what `model` computes. The lean one is first compared with
     Hugging Face's forward: some configurations look like Llama and compute something else."""
-    from aflow_tune.engines.local.llama import LlamaDecoder, supports
-
     if not supports(model):
         return GenericDecoder(model)
     lean = LlamaDecoder(model)
@@ -72,13 +71,6 @@ def make_decoder(model: PreTrainedModel) -> Decoder:
         return lean
     log.warning("the lean decoder disagrees with %s; using its own forward", type(model).__name__)
     return GenericDecoder(model)
-
-
-def logprobs_of(logits_TV: Tensor, targets_T: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) at the targets, fp32 [T]."""
-    scaled_TV = logits_TV.float() / temperature
-    chosen_T = scaled_TV.gather(-1, targets_T[:, None])[:, 0]
-    return chosen_T - torch.logsumexp(scaled_TV, dim=-1)
 
 
 class GenericDecoder:

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from aflow_tune.engines.local.decoder import logprobs_of
 from aflow_tune.engines.local.weights import Weights
 
 if TYPE_CHECKING:
@@ -254,6 +253,13 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _PREFILL_TOKENS = 4096  # prompt tokens in one forward pass; bounds the memory of its activations
 _SCORE_ROWS = 256  # positions whose logits are held at once while scoring
 _STORED_TOKENS = 8192  # tokens of finished sequences that stay available as prefixes
+
+
+def logprobs_of(logits_TV: Tensor, targets_T: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) at the targets, fp32 [T]."""
+    scaled_TV = logits_TV.float() / temperature
+    chosen_T = scaled_TV.gather(-1, targets_T[:, None])[:, 0]
+    return chosen_T - torch.logsumexp(scaled_TV, dim=-1)
 
 
 def supports(model: PreTrainedModel) -> bool:
