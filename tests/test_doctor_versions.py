@@ -135,7 +135,6 @@ def test_the_doctor_sorts_clashes_ranges_and_differences(
     ]
     notes = "\n".join(by_state[State.NOTE])
     assert "openai 3.54.0" in notes
-    assert "peft" in notes
     assert "yarl 0.1 (tested 1.25.1)" in notes
     assert "verl 0.9.0 (tested 0.8.0)" in notes
     assert all(line.cure for line in lines if line.state is not State.OK)

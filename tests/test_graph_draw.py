@@ -127,4 +127,4 @@ def test_draw_with_the_numbers_of_a_run(
     assert "25#37; of the reward" in ensemble
 
     assert main([*command[:-1], str(tmp_path / "nowhere")]) == ExitCode.BAD_INPUT
-    assert "no such folder" in capsys.readouterr().err
+    assert "nowhere" in capsys.readouterr().err

@@ -104,7 +104,9 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps(execution.to_json()))
     else:
         for name, value in execution.to_json().items():
-            print(f"{name.replace('_', ' ')}: {_harmless(str(value))}")
+            told = ", ".join(value) or "none" if isinstance(value, list) else str(value)
+            lead = "\n" if name in ("stdout", "stderr") and told else " "
+            print(f"{name.replace('_', ' ')}:{lead}{_harmless(told)}".rstrip())
     return ExitCode.DONE if execution.ok else ExitCode.FAILED
 
 
