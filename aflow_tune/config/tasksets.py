@@ -289,8 +289,9 @@ def _locate_hub(name: str, taskset: TasksetConfig | ExperienceBufferConfig) -> L
         for file in prepared.glob(f"**/*-{taskset.split}*.arrow")
         if not subset or file.relative_to(prepared).parts[0] == subset
     )
-    if arrow:
-        return Located("hub", files=arrow)
+    if arrow:  # several versions may be there, each whole in a folder of its own
+        newest = max({file.parent for file in arrow}, key=lambda folder: folder.stat().st_mtime)
+        return Located("hub", files=[file for file in arrow if file.parent == newest])
     warning = f"data set {name}: read or fetched at the start; its rows are not checked before"
     return Located("hub", warning=warning)
 
