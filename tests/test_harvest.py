@@ -24,7 +24,7 @@ from harvest_project import (
 )
 
 from aflow_tune.errors import BudgetReached
-from aflow_tune.harvest.harvest import Trial, TrialEnding, choose
+from aflow_tune.harvest.harvest import Journal, Trial, TrialEnding, choose
 from aflow_tune.report.records import Rollout, append_rollout
 from aflow_tune.tuning import harvest_config
 from aflow_tune.writer.form import as_text, read_written
@@ -280,3 +280,17 @@ def test_the_seed_decides_between_equals_and_nothing_else() -> None:
     assert set(first) == set(choose(list(reversed(solved(table))), seed=1)[0])
     assert {item.structure for item in first} == {"A", "B"}
     assert first != choose(solved(table), seed=2)[0]
+
+
+def test_a_journal_outlives_a_kill_and_versions(tmp_path: Path) -> None:
+    path = tmp_path / "trials.jsonl"
+    done = Trial("first", "graph", TrialEnding.SCORED, score=1.0)
+    Journal(path, Trial).add(done)
+    earlier = {"problem": "second", "text": "graph", "ending": "failed", "seconds": 3.0}
+    with path.open("a") as file:
+        file.write(json.dumps(earlier) + "\n" + '{"problem": "third", "te')  # killed here
+    again = Journal(path, Trial)
+    assert again.entries[done.key] == done
+    assert sorted(problem for problem, _ in again.entries) == ["first", "second"]
+    again.add(Trial("third", "graph", TrialEnding.SCORED, score=0.0))
+    assert len(Journal(path, Trial).entries) == 3

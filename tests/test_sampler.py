@@ -320,3 +320,33 @@ def test_an_update_that_does_not_fit_changes_nothing(make_sampler) -> None:
             sampler.update_weights(state, 1)
     assert sampler.version == 0
     assert sampler.generate([prompt(30)], [params]) == before
+
+
+def test_closing_fails_what_is_waiting_and_what_comes_later(make_sampler) -> None:
+    sampler = make_sampler(max_batch=1)
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+
+    async def ask():
+        asked = [asyncio.ensure_future(sampler.submit(prompt(5, i), params)) for i in range(4)]
+        await asyncio.sleep(0)
+        await asyncio.to_thread(sampler.close)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    assert isinstance(asyncio.run(ask())[-1], RunFailed)
+    with pytest.raises(RunFailed):
+        sampler.generate([prompt(5)], [params])
+
+
+def test_a_cancelled_request_gives_its_place_to_the_next(make_sampler) -> None:
+    sampler = make_sampler(max_batch=1)
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+
+    async def ask():
+        left = [asyncio.ensure_future(sampler.submit(prompt(5, i), params)) for i in range(20)]
+        await asyncio.sleep(0)
+        for task in left:
+            task.cancel()
+        return await sampler.submit(prompt(6), SamplingParams(max_tokens=3, ignore_eos=True))
+
+    assert len(asyncio.run(ask())[0].token_ids) == 3
+    assert sampler.stats()["generated_tokens"] < 20 * 200
