@@ -129,3 +129,8 @@ def published(namespace: str, version: int, timeout: float) -> tuple[list[int], 
     _internal_kv_del(key, namespace=_TABLE)
     found = json.loads(content)
     return found["tokens"], found["logprobs"]
+
+
+def forget(namespace: str) -> None:
+    """Take away what was published and nobody asked for: the cluster may be another's."""
+    _internal_kv_del(f"{namespace}:".encode(), del_by_prefix=True, namespace=_TABLE)

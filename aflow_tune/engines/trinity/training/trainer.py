@@ -27,7 +27,7 @@ from trinity.trainer.trainer import TrainEngineWrapper, Trainer
 from aflow_tune.config.engine import removes_padding
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.engines.local.models import load_tokenizer, pick_device, pick_dtype, resolve_model
-from aflow_tune.engines.trinity.training.sync_check import is_checked, probe_tokens, publish
+from aflow_tune.engines.trinity.training.sync_check import forget, is_checked, probe_tokens, publish
 from aflow_tune.runs.clean import kept_in_run
 from aflow_tune.runs.folder import checkpoint_path, checkpoints, remove_checkpoint
 
@@ -49,6 +49,10 @@ class PublishingTrainer(Trainer):
         metrics: dict[str, float] = await super().train_step(exps)
         await self._publish()
         return metrics
+
+    async def shutdown(self) -> None:
+        await super().shutdown()
+        forget(self.config.ray_namespace)
 
     async def probe(self) -> tuple[list[int], list[float]] | None:
         """The fixed text in tokens, and log-probabilities of tokens 1..T-1; None: nobody asks."""
