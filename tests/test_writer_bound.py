@@ -64,6 +64,8 @@ BY_HAND = [
     (f"for _ in range(3):\n    {ASK}    if r:\n        {ASK}        break\n" + DONE, 6),
     (f"try:\n    {ASK}    {ASK}except ValueError:\n    {ASK}finally:\n    {ASK}" + DONE, 4),
     (f"for _ in range(2):\n    {ASK}else:\n    {ASK}" + DONE, 3),
+    # A `break` passes over the `else`, which returns.
+    (f"for _ in range(2):\n    {ASK}    break\nelse:\n    return 'x'\n{ASK}{ASK}" + DONE, 4),
     ("x = await self.llm('a') + await self.llm.aask('b')\nreturn x", 2),
     # What costs nothing may turn as often as it likes; what costs has no bound then.
     (f"n = 0\nfor line in problem.splitlines():\n    n += 1\n{ASK}{DONE}", 1),

@@ -89,3 +89,10 @@ def test_no_text_makes_the_check_raise() -> None:
 def test_ways_around_the_list_are_refused(body: str) -> None:
     verdict = check(workflow(f"r = await self.solve(problem)\n{body}\n" + DONE))
     assert {refusal.kind for refusal in verdict.refusals} & {K.NOT_ALLOWED, K.SYNTAX}
+
+
+def test_an_answer_that_is_put_together_without_an_operator_is_refused() -> None:
+    body = (
+        'text = "The answer is "\ntext = text + problem\nr = await self.solve(problem)\nreturn text'
+    )
+    assert [refusal.kind for refusal in check(workflow(body)).refusals] == [K.SHAPE]

@@ -123,13 +123,13 @@ class WorstCase:
             return self._parts(node).plus(_larger(ways))
         if isinstance(node, (ast.For, ast.AsyncFor)):
             turns = self._turning(self._length(node.iter), node.body)
-            return self._expression(node.iter).plus(turns, self._block(node.orelse, rest))
+            return self._expression(node.iter).plus(turns, self._after(node, rest))
         if isinstance(node, ast.While):
             if _never_ends(node):
                 message = "this `while` never ends; write a `for`, or a `break` that is reached"
                 self.refusals.add(RefusalKind.UNBOUNDED, message, node)
             turns = self._turning(math.inf, [ast.Expr(node.test), *node.body])
-            return turns.plus(self._block(node.orelse, rest))
+            return turns.plus(self._after(node, rest))
         if isinstance(node, (ast.Try, ast.TryStar)):
             ways = [self._block(handler.body, rest) for handler in node.handlers]
             ways.append(self._block(node.orelse, rest))
@@ -141,6 +141,10 @@ class WorstCase:
             return rest
         leaves = isinstance(node, (ast.Return, ast.Raise, ast.Break, ast.Continue))
         return self._parts(node) if leaves else self._parts(node).plus(rest)
+
+    def _after(self, loop: ast.For | ast.AsyncFor | ast.While, rest: Cost) -> Cost:
+        """A loop that is left by `break` passes over its `else`, which may return."""
+        return _larger([self._block(loop.orelse, rest), rest])
 
     def _turning(self, turns: float, body: Sequence[ast.stmt]) -> Cost:
         self._turns.append(turns)

@@ -235,7 +235,9 @@ class _Check:
             return
 
 
-def _written_out(source: Source, node: ast.AST, function: Function) -> bool:
+def _written_out(
+    source: Source, node: ast.AST, function: Function, asked: frozenset[str] = frozenset()
+) -> bool:
     """Whether a part of a function is nothing but constants and the problem, on every way through
     it; also by names that are only given such."""
     above: ast.AST | None = node
@@ -246,14 +248,16 @@ def _written_out(source: Source, node: ast.AST, function: Function) -> bool:
     if isinstance(node, ast.Name):
         if node.id in {item.arg for item in parameters(function.args)}:
             return (function, node.id) not in source.stores
-        values = source.values(node)
+        if node.id in asked:  # text = text + "..."
+            return True
+        values, asked = source.values(node), asked | {node.id}
         return values is not None and all(
-            not isinstance(value, ast.Name) and _written_out(source, value, function)
+            not isinstance(value, ast.Name) and _written_out(source, value, function, asked)
             for value in values
         )
     parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
     if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
         parts = node.value.elts[:1]  # without the cost
     return isinstance(node, _MADE_OF_PARTS) and all(
-        _written_out(source, part, function) for part in parts
+        _written_out(source, part, function, asked) for part in parts
     )
