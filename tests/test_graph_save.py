@@ -222,6 +222,9 @@ def test_the_entry_point_of_another_kind_of_problem_is_refused(tmp_path: Path) -
         written(tmp_path, "MATH", graph)
     written(tmp_path, "MBPP", graph)
     assert run_there(tmp_path, "MBPP") == "1+1?"
+    for named in ("problem=''", "problem, *, entry_point=''"):  # none can be put in there
+        with pytest.raises(BadInput, match="entry point"):
+            written(tmp_path / "other", "MBPP", graph_of(SOLVE, DONE, named))
 
 
 NOTED = [

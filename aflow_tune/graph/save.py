@@ -389,7 +389,12 @@ class _Fitted:
             self._fault(line, expected, f"__call__({ast.unparse(arguments)})", fix)
         if self.kind is _CODE and len(shape.parameters) < 2 and not arguments.vararg:
             last = [*arguments.posonlyargs, *arguments.args][-1]
-            self.edits.append((last, f"{ast.unparse(last)}, entry_point=None"))
+            if arguments.defaults or arguments.kwonlyargs:
+                expected = "a workflow that takes the problem and the entry point"
+                fix = "write async def __call__(self, problem, entry_point)"
+                self._fault(line, expected, f"__call__({ast.unparse(arguments)})", fix)
+            else:
+                self.edits.append((last, f"{ast.unparse(last)}, entry_point=None"))
         models = sorted(name for name in self.graph.flow.models if name.startswith("self."))
         cost = _COST.format(models[0]) if models else "0"
         pending: list[ast.AST] = list(mine[0].body)
