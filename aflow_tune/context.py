@@ -73,6 +73,7 @@ class _Place:
     scope: _Scope | None = None
     block_key: str | None = None
     next_key: _NextKey | None = None
+    blocks: tuple[_Block, ...] = ()
 
 
 _place: ContextVar[_Place] = ContextVar("aflow_tune_place", default=_Place())  # noqa: B039
@@ -136,11 +137,13 @@ class _Block:
     def __enter__(self) -> None:
         if self._token is not None:
             raise RuntimeError("this block is open already: write `with ...(NAME)` each time")
-        self._token = _place.set(self._inside(_place.get()))
+        place = _place.get()
+        self._token = _place.set(replace(self._inside(place), blocks=(*place.blocks, self)))
 
     def __exit__(self, *error: object) -> None:
         token, self._token = self._token, None
-        if token is not None:
+        # Not one that another block's end has closed, as of generators that take turns.
+        if token is not None and any(block is self for block in _place.get().blocks):
             with contextlib.suppress(ValueError):  # closed in another context
                 _place.reset(token)
 

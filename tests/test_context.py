@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextvars import copy_context
 from typing import Any
 
@@ -61,6 +61,19 @@ def test_callers_nest_and_end_with_their_block() -> None:
     context = play(workflow)
     assert callers(context) == ["workflow", "plan", "plan/search", "plan", "workflow"]
     assert [note.index for note in context.calls] == [0, 1, 2, 3, 4]
+
+
+def test_blocks_of_generators_that_take_turns_end_with_the_outermost() -> None:
+    def asking(name: str) -> Iterator[None]:
+        with caller(name):
+            yield
+
+    async def workflow() -> None:
+        for _ in zip(asking("a"), asking("b"), strict=True):
+            await call()
+        await call()
+
+    assert callers(play(workflow))[-1] == "workflow"
 
 
 def test_parallel_branches_do_not_mix() -> None:
