@@ -110,6 +110,8 @@ def test_tokens_and_logprobs_are_the_samplers(
         ({"response_format": {"type": "json_schema",
                               "json_schema": {"name": "x", "schema": {"type": "odd"}}}},
          400, "cannot be enforced"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": None}}},
+         400, "json_schema"),
         ({"model": "gpt"}, 404, "gpt"),
     ],
 )  # fmt: skip
@@ -119,6 +121,11 @@ def test_refusals_have_openais_shape(client, options, status, words) -> None:
     assert caught.value.status_code == status
     assert words in caught.value.body["message"]
     assert caught.value.body["type"] == "invalid_request_error"
+
+
+def test_a_body_that_is_no_text_is_refused(url: str) -> None:
+    for body in (b"\xff\xfe", b"{"):
+        assert httpx.post(f"{url}/v1/chat/completions", content=body).status_code == 400
 
 
 def test_structured_output_parses_also_through_agentscope(client, url: str) -> None:

@@ -131,7 +131,12 @@ class ChatRequest(BaseModel):
         if self.top_logprobs and not self.logprobs:
             faults.append(Fault("top_logprobs", "logprobs: true", "false", "set logprobs"))
         form = self.response_format
-        if form is not None and form.type == "json_schema" and form.json_schema is None:
+        none: dict[str, Any] = {"schema": None}
+        if (
+            form is not None
+            and form.type == "json_schema"
+            and (form.json_schema or none).get("schema", {}) is None
+        ):
             faults.append(Fault("response_format", "json_schema.schema", "none", "send the schema"))
         if faults:
             raise BadInput("The request cannot be served", faults)
@@ -420,7 +425,7 @@ class SamplerServer:
                 return _error(401, "wrong or missing API key", "invalid_api_key")
             try:
                 return await self._chat(request)
-            except (BadInput, ValidationError, json.JSONDecodeError) as error:
+            except (BadInput, ValidationError, json.JSONDecodeError, UnicodeDecodeError) as error:
                 long = "max_model_len" in str(error)
                 return _error(400, str(error), "context_length_exceeded" if long else None)
             except Exception as error:
