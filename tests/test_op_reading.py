@@ -97,6 +97,8 @@ def test_entities_are_read_where_the_content_is_escaped_throughout() -> None:
     assert values("<answer>Q&A &amp; more</answer>")["answer"] == "Q&A &amp; more"
     escaped = "<response>def f(a):\n    return a &lt; 1</response>"
     assert values(escaped, (CODE,))["response"] == "def f(a):\n    return a < 1"
+    spoken = '<response>def f(a):\n    return a.replace("&lt;", "")</response>'
+    assert '"&lt;"' in values(spoken, (CODE,))["response"]
 
 
 def test_tags_inside_code_and_cdata_are_text() -> None:

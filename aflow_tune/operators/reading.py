@@ -91,7 +91,17 @@ def _code(text: str, fields: Sequence[Field]) -> Found:
 
 def _xml(text: str, fields: Sequence[Field], through_fences: bool = False) -> Found:
     found = elements(text, [field.name for field in fields], through_fences)
-    return {name: (unescaped(content), repaired) for name, (content, repaired) in found.items()}
+    # A program that has entities in its texts only means them: `a.replace("&lt;", "")`.
+    spoken = {
+        field.name
+        for field in fields
+        if field.kind is Kind.CODE and field.name in found
+        if not _ENTITY.search(_QUOTED.sub("", found[field.name].content))
+    }
+    return {
+        name: (content if name in spoken else unescaped(content), repaired)
+        for name, (content, repaired) in found.items()
+    }
 
 
 def _json_within(text: str, fields: Sequence[Field]) -> Found:
@@ -177,6 +187,7 @@ MAX_ATTRIBUTES = 300  # characters between a tag's name and its `>`
 MAX_TAGS = 4_000  # of more tags in a reply the last ones are looked at
 MAX_LOOKED_AT = 50  # elements of one name, from the last one back
 _ENTITY = re.compile(r"&(?:lt|gt|amp|quot|apos|#\d{1,7}|#x[0-9a-fA-F]{1,6});")
+_QUOTED = re.compile(r"(['\"]).*?\1")
 _CDATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
 Span = tuple[int, int]
 
