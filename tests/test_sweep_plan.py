@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from contextlib import closing
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import yaml
 from project import write_project
 
 from aflow_tune.config.load import load_config
-from aflow_tune.errors import BadInput
+from aflow_tune.errors import BadInput, RunFailed
 from aflow_tune.sweeps import Request
-from aflow_tune.sweeps.plan import Plan, grid, make_plan, parse_space
-from aflow_tune.sweeps.study import SweepStudy
+from aflow_tune.sweeps.plan import STUDY_FILE, Plan, grid, make_plan, parse_space
+from aflow_tune.sweeps.study import SweepStudy, opened
 
 LR = "algorithm.optimizer.lr"
 
@@ -137,11 +137,17 @@ def test_what_a_sweep_cannot_be_of(project: Path, tmp_path: Path) -> None:
 
 def study_in(
     folder: Path, *space: str, sampler: str = "random", trials: int = 10, **changed: Any
-) -> closing[SweepStudy]:
+) -> AbstractContextManager[SweepStudy]:
     space = space or (f"{LR}=log:1e-6..1e-4",)
     request = Request(Path("my.yaml"), space, sampler=sampler, **changed)
     plan = Plan(request, load_config(None, []), parse_space(space), trials, folder, 2)
-    return closing(SweepStudy(plan))
+    return opened(plan)
+
+
+def test_a_record_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    (tmp_path / STUDY_FILE).write_bytes(b"no database" * 100)
+    with pytest.raises(RunFailed, match=STUDY_FILE), study_in(tmp_path):
+        pass
 
 
 def begun(study: SweepStudy) -> tuple[int, dict[str, str]]:

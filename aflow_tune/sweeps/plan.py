@@ -311,7 +311,11 @@ def check_same(plan: Plan) -> None:
     if not path.exists() or not (plan.folder / STUDY_FILE).exists():
         write_json(path, now)
         return
-    before = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        before = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        title, cure = "The settings of this sweep cannot be read.", "give another `name=`"
+        raise BadInput.of(title, str(path), "settings in JSON", str(error), cure) from None
     faults = [
         Fault(
             key,

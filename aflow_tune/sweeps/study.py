@@ -11,13 +11,17 @@ from __future__ import annotations
 import random
 import sqlite3
 import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import optuna
-from optuna.exceptions import ExperimentalWarning
+from optuna.exceptions import ExperimentalWarning, StorageInternalError
 from optuna.trial import TrialState, create_trial
+from sqlalchemy.exc import SQLAlchemyError
 
+from aflow_tune.errors import RunFailed
 from aflow_tune.sweeps.plan import STUDY_FILE, Plan, grid
 
 _STATES = {
@@ -139,3 +143,15 @@ class SweepStudy:
         return optuna.samplers.TPESampler(
             seed=seed, n_startup_trials=startup, constant_liar=request.parallel > 1
         )
+
+
+@contextmanager
+def opened(plan: Plan) -> Iterator[SweepStudy]:
+    """The study for the block. RunFailed: it cannot be read or written, as on a full disk."""
+    try:
+        with closing(SweepStudy(plan)) as study:
+            yield study
+    except (StorageInternalError, SQLAlchemyError, sqlite3.Error) as error:
+        said = str(error.__cause__ or error).splitlines()[0]
+        what = f"the record of the sweep, {plan.folder / STUDY_FILE}, cannot be read or written"
+        raise RunFailed(f"{what}: {said}. The runs are whole; the same command goes on.") from error

@@ -36,7 +36,7 @@ from aflow_tune.runs.listing import describe
 from aflow_tune.runs.process import RunProcess, last_words, own_program
 from aflow_tune.sweeps import Request
 from aflow_tune.sweeps.plan import Plan, check_same, make_plan, settings_of
-from aflow_tune.sweeps.study import SweepStudy, TrialRecord
+from aflow_tune.sweeps.study import SweepStudy, TrialRecord, opened
 from aflow_tune.sweeps.table import JSON_FILE, PAGE_FILE, write
 
 POLL_SECONDS = 0.5
@@ -110,7 +110,7 @@ def carry_out(
     it stands is written and said first. Raises as `run_sweep`."""
     check_same(plan)
     say(f"sweep folder: {plan.folder}")
-    with contextlib.closing(SweepStudy(plan)) as study:
+    with opened(plan) as study:
         try:
             Sweep(plan, study, start, stop, say).run()
         except BaseException:
