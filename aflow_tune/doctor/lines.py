@@ -103,7 +103,8 @@ def run_checks(checks: Sequence[Check]) -> Iterator[list[Line]]:
 
 def _lines_of(check: str, error: BaseException) -> list[Line]:
     if isinstance(error, BadInput):
-        return [line_of(check, found) for found in error.faults]
+        title = fault(check, error.title, "correct this")
+        return [line_of(check, found) for found in error.faults] or [title]
     if (broken := package_fault(error)) is not None:
         return [line_of(check, broken, given=False)]
     place = traceback.extract_tb(error.__traceback__)[-1]

@@ -70,8 +70,9 @@ def read_templates(folder: Path, where: str) -> list[Template]:
         try:
             held = yaml.safe_load(file.read_text(encoding="utf-8"))
             template = Template.of(file.stem, held)
-            if not (template.problem_types and _are_texts({**template.prompts, "": template.code})):
-                raise ValueError("no type, or something that is no text")
+            known = template.problem_types and {*held["problem_types"]} <= {*PROBLEM_TYPES}
+            if not (known and _are_texts({**template.prompts, "": template.code})):
+                raise ValueError("a type that is none, or something that is no text")
             templates.append(template)
         except (yaml.YAMLError, OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             expected = f"problem_types (of {', '.join(PROBLEM_TYPES)}), prompts, graph_code in YAML"

@@ -186,7 +186,7 @@ def command_of(
             raise BadInput.of(title, str(path), "a run folder", "no run.json there", fix)
         config, cwd = Path(told["config"]), Path(told["cwd"])
         began, inline = list(told["overrides"]), told["inline"]
-    except (KeyError, TypeError, JSONDecodeError):
+    except (KeyError, TypeError, JSONDecodeError, UnicodeDecodeError):
         expected, found = "the command that the run was started with", "none, such as after tune()"
         fix = "call tune() again, or type the same `aflow-tune CONFIG ...` again"
         raise BadInput.of(title, str(path), expected, found, fix) from None

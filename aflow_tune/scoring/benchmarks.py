@@ -284,7 +284,7 @@ async def score_all(
             return await score_both(benchmark, row, text, policy=policy)
 
     texts = [None] * len(given) if answers is None else answers
-    return Scores(tuple(await asyncio.gather(*map(one, given, texts))))
+    return Scores(tuple(await asyncio.gather(*(one(*it) for it in zip(given, texts, strict=True)))))
 
 
 def read_answers(path: Path, count: int) -> list[str]:

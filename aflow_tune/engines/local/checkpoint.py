@@ -120,12 +120,16 @@ def read_checkpoint(
     and shapes of the group 'weights' must match. Raises CheckpointError."""
     from safetensors.torch import load_file
 
-    tensors = {
-        name.removesuffix(".safetensors"): load_file(str(path / name))
-        for name in verify_checkpoint(path)
-        if name.endswith(".safetensors")
-    }
-    state = json.loads((path / STATE).read_text())
+    names = verify_checkpoint(path)
+    try:
+        tensors = {
+            name.removesuffix(".safetensors"): load_file(str(path / name))
+            for name in names
+            if name.endswith(".safetensors")
+        }
+        state = json.loads((path / STATE).read_text())
+    except OSError as error:  # a run that goes on has taken it away since it was checked
+        raise CheckpointError(f"{path}: {error}") from error
     if expected_weights is not None:
         found = {name: tuple(tensor.shape) for name, tensor in tensors["weights"].items()}
         expected = {name: tuple(tensor.shape) for name, tensor in expected_weights.items()}
