@@ -26,6 +26,18 @@ def test_help_imports_nothing_heavy() -> None:
         assert f"\n  {int(exit_code)}  " in result.stdout
 
 
+def test_a_script_that_imported_trinity_first_prints_nothing_of_it() -> None:
+    code = (
+        "from trinity.utils.log import get_logger\n"
+        "made = get_logger('before')\n"
+        "from aflow_tune.config.quiet import quiet\n"
+        "quiet()\n"
+        "made.warning('told')\nget_logger('after').warning('told')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

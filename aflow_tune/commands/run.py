@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,19 +83,22 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _dry_run(options: argparse.Namespace) -> int:
-    from aflow_tune.dry_run.dry_run import DryRunOptions, as_json, dry_run, render
     from aflow_tune.tuning import with_stop
-
-    given = options.answers, options.call_apis, options.tasks, options.stage, options.inline
-    path, overrides, chosen = options.config, list(options.overrides), DryRunOptions(*given)
 
     def tell(text: str) -> None:
         print(f"dry run: {text} ...", flush=True)
 
+    def work(stop: Callable[[], bool]) -> tuple[str, bool]:
+        from aflow_tune.dry_run.dry_run import DryRunOptions, as_json, dry_run, render
+
+        given = options.answers, options.call_apis, options.tasks, options.stage, options.inline
+        found = dry_run(options.config, list(options.overrides), DryRunOptions(*given), tell, stop)
+        return json.dumps(as_json(found)) if options.json else render(found), found.good
+
     with contextlib.redirect_stdout(sys.stderr):  # the workflow may print
-        result = with_stop(lambda stop: dry_run(path, overrides, chosen, tell, stop))
-    print(json.dumps(as_json(result)) if options.json else render(result))
-    return ExitCode.DONE if result.good else ExitCode.FAILED
+        text, good = with_stop(work)
+    print(text)
+    return ExitCode.DONE if good else ExitCode.FAILED
 
 
 def _validate(options: argparse.Namespace) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from aflow_tune.commands.options import (
     REPEATED,
@@ -19,6 +20,9 @@ from aflow_tune.commands.options import (
 )
 from aflow_tune.errors import ExitCode
 from aflow_tune.sweeps import Request
+
+if TYPE_CHECKING:
+    from aflow_tune.sweeps.sweep import Ended
 
 _EPILOG = """\
 what to try, for any key of the configuration (--space may be repeated, or names a YAML file):
@@ -87,7 +91,6 @@ def add_parser(commands: Any) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    from aflow_tune.sweeps.sweep import run_sweep
     from aflow_tune.tuning import with_stop
 
     request = picked(options, Request)
@@ -95,6 +98,11 @@ def _sweep(options: argparse.Namespace) -> int:
     def say(text: str) -> None:
         print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
 
-    ended = with_stop(lambda stop: run_sweep(request, ray=options.ray, stop=stop, say=say))
+    def work(stop: Callable[[], bool]) -> Ended:
+        from aflow_tune.sweeps.sweep import run_sweep
+
+        return run_sweep(request, ray=options.ray, stop=stop, say=say)
+
+    ended = with_stop(work)
     print_json(ended.content) if options.json else print(f"\n{ended.text}")
     return ExitCode.DONE

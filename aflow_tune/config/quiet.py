@@ -23,7 +23,7 @@ logger = logging.getLogger("trinity")
 
 
 def quiet() -> None:
-    """Send nothing of the libraries to the terminal. Call before Trinity is imported.
+    """Send nothing of the libraries to the terminal. Call before our own import of Trinity.
 
     Raises BadInput: versions are installed that are known to break, some of them in that import."""
     refuse_clashes()
@@ -40,6 +40,11 @@ def quiet() -> None:
     if not logger.handlers:
         logger.addHandler(logging.NullHandler())
     trinity_log._ray_logger = logger
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("trinity."):  # made by an import of Trinity before this
+            made = logging.getLogger(name)
+            made.handlers.clear()
+            made.propagate = True
 
 
 class _LogFile(logging.FileHandler):
