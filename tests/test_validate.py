@@ -256,3 +256,26 @@ def test_what_the_local_engine_does_not_read_is_told(project: Path) -> None:
     assert "trainer.ulysses_sequence_parallel_size" in told
     assert "cluster.gpu_per_node" in told
     assert "seed" not in told
+
+
+ON_TRINITY = ("engine=trinity", "cluster.ray_address=10.0.0.1:6379")
+
+
+@pytest.mark.parametrize(
+    ("setting", "more"),
+    [
+        ("buffer.train_batch_size=24", ()),
+        ("algorithm.optimizer.lr_warmup_steps=50", ()),
+        ("checkpoints.keep_best=2", ("trainer.save_interval=3", "explorer.eval_interval=2")),
+        ("checkpoints.keep_best=2", ON_TRINITY),
+        ("quick_eval=2", ON_TRINITY),
+    ],
+)
+def test_a_setting_without_its_effect_is_told(
+    project: Path, setting: str, more: tuple[str, ...]
+) -> None:
+    looping = "    while not first:\n        first = await model([])\n    second ="
+    (project / "flow.py").write_text(WORKFLOW.replace("    second =", looping))
+    report = validate(project / "config.yaml", ["buffer.total_steps=6", setting, *more])
+    assert not report.faults
+    assert [text for text in report.warnings if setting.partition("=")[0] in text]

@@ -410,12 +410,16 @@ def _batches(case: Case) -> Found:
         expected = f"at most {most}, the calls of {rollouts} rollouts: else it never fills"
         fix = f"remove train_batch_size, or set it to {most if known else rollouts}"
         yield config.wrong(key, expected, fix)
+    elif size > rollouts and known is None:
+        where, calls = config.positions.where(key), math.ceil(size / rollouts)
+        yield f"{where}: fills only if a rollout makes {calls} calls or more on average"
 
 
 def _evaluation(case: Case) -> Found:
     config, key = case.config, "explorer.eval_interval"
     steps, interval = total_steps(config), config.explorer.eval_interval
-    own = config.positions.given(key) and not config.positions.inherited(key)
+    given, where = config.positions.given, config.positions.where
+    own = given(key) and not config.positions.inherited(key)
     if own and steps is not None and interval > steps and config.mode in ("both", "colocate"):
         fix = f"eval_interval: {max(1, steps // 4)}"
         yield config.wrong(key, f"at most {steps}, the steps of this run", fix)
@@ -424,6 +428,19 @@ def _evaluation(case: Case) -> Found:
         yield config.wrong("buffer.batch_size", expected, "lower it, or raise buffer.total_epochs")
     if not config.buffer.explorer_input.eval_tasksets and config.mode == "both":
         yield "no `buffer.explorer_input.eval_tasksets`: there will be no held-out score"
+    warmup, save = "algorithm.optimizer.lr_warmup_steps", config.trainer.save_interval
+    if steps and value_of(config, warmup) >= steps:
+        yield f"{where(warmup)}: the run ends within the warm-up, after {steps} steps"
+    key = "checkpoints.keep_best"
+    keeping, saving = given(key) and config.checkpoints.keep_best, given("trainer.save_interval")
+    if config.engine == "trinity":
+        if config.quick_eval is not None:
+            yield f"{where('quick_eval')}: read by `engine: local` only"
+        if keeping:
+            yield f"{where(key)}: verl keeps the newest only; `engine: local` the best too"
+    elif keeping and saving and save and interval % save:
+        told = f"let trainer.save_interval ({save}) divide explorer.eval_interval ({interval})"
+        yield f"{where(key)}: only a step that is saved and evaluated can be the best: {told}"
 
 
 # --- The local engine ----------------------------------------------------------------------------
