@@ -110,7 +110,7 @@ def _arranged(commands: Mapping[str, Parser], arguments: list[str]) -> list[str]
     if name == "runs":
         return runs.arrange(arguments)
     if name in ("run", "validate") or arguments[0] == name:
-        if name in arguments:
+        if words[0] == name:
             arguments.remove(name)
         arguments = [name, *commands[name].arranged(arguments)]
     return arguments

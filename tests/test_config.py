@@ -82,6 +82,17 @@ def test_the_key_that_was_meant(tmp_path: Path) -> None:
         assert f"`{key}`" in found[f"config.yaml:{line}: {name}"].cure
 
 
+def test_an_override_below_a_number_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "monitor: {monitor_args: {a: 1}}\n")
+    with pytest.raises(BadInput) as error:
+        load_config(path, ["monitor.monitor_args.a.b=2"])
+    assert "monitor_args.a" in error.value.faults[0].where
+
+
+def test_a_role_that_is_no_name_beside_an_interpolation(tmp_path: Path) -> None:
+    assert faults(tmp_path, "name: x\ngroup: ${name}\nmodels: {1: {model: x}}\n")
+
+
 @pytest.mark.parametrize(
     "text", ["models: {judge: {api_key: SK}}", "OPENAI_API_KEY: SK", "models: {judge: {token: SK}}"]
 )

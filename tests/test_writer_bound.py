@@ -89,6 +89,7 @@ def test_by_hand(call: str, calls: int | None) -> None:
         ("self.x = operator.Test(self.llm)", 'self.x(problem, "s", "f", test_loop=1)', 1),
         ("self.x = operator.Test(self.llm)", 'self.x(problem, "s", "f", int(problem))', 20),
         ("self.x = operator.Programmer(self.llm, retries=1)", "self.x(problem)", 3),
+        ("self.x = operator.Programmer(self.llm, retries=3 - 2)", "self.x(problem)", 3),
     ],
 )
 def test_what_operators_may_ask(init: str, call: str, model_calls: int) -> None:

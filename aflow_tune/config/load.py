@@ -109,8 +109,10 @@ def read_config(
     for item in overrides:
         faults += _override(content, item, positions)
     if positions.raw:
-        merged = OmegaConf.merge(schema, OmegaConf.create(content))
-        for key, text in positions.raw.items():
+        merged = None
+        with contextlib.suppress(OmegaConfBaseException):  # told below
+            merged = OmegaConf.merge(schema, OmegaConf.create(content))
+        for key, text in positions.raw.items() if merged is not None else ():
             try:
                 OmegaConf.select(merged, display(key), throw_on_missing=True)
             except OmegaConfBaseException as error:
@@ -239,6 +241,8 @@ def _put(content: Any, parts: list[str], value: Any) -> str | None:
             at[key] = value
         else:
             below = at[key] if isinstance(at, list) else at.get(key)
+            if not isinstance(below, (list, dict, str, type(None))):
+                return f"the value {below!r} of `{'.'.join(parts[: position + 1])}`"
             if below is None or isinstance(below, str):
                 at[key] = [] if parts[position + 1].isdigit() else {}
             at = at[key]

@@ -4,7 +4,7 @@ everything else that is known of a configuration is in its `prepared`."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,8 @@ class Prepared:
     """The folder of the chain of stages whose account this run writes into."""
     awaited: str | None = None
     """A file that an earlier stage is still to write."""
-    tables: dict[tuple[str, str], Table | None] = field(default_factory=dict)
-    """Rows of task sets that were read for checking, by path and split."""
+    tables: dict[tuple[str, str, str | None], Table | None] = field(default_factory=dict)
+    """Rows of task sets that were read for checking, by path, split and subset."""
     ray: FoundRay | None = None
     """The running Ray to join; None: one of its own."""
     ray_looked_for: bool = False
@@ -139,7 +139,10 @@ class AflowConfig(Config, AflowSections):
 def value_of(config: Any, key: str) -> Any:
     """The value under a dotted key path; None below a section that is not there."""
     for part in key.split("."):
-        config = config[int(part)] if isinstance(config, list) else getattr(config, part, None)
+        if isinstance(config, Mapping):
+            config = config.get(part)
+        else:
+            config = config[int(part)] if isinstance(config, list) else getattr(config, part, None)
     return config
 
 

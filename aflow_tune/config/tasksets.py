@@ -126,7 +126,7 @@ def read_taskset(
 ) -> Table | None:
     """The rows of a task set, read once per configuration; None where none are on disk."""
     tables = config.prepared.tables
-    key = (str(taskset.path), taskset.split)
+    key = (str(taskset.path), taskset.split, taskset.subset_name)
     if key not in tables:
         found = locate(config, taskset)
         tables[key] = read_table(str(taskset.path), found.files) if found.files else None
@@ -172,13 +172,14 @@ def settle_paths(config: AflowConfig) -> None:
     sets: list[TasksetConfig | ExperienceBufferConfig]
     sets = [taskset for _, taskset, _ in user_tasksets(config)]
     for taskset in sets if buffer is None else [*sets, buffer]:
-        found, key = locate(config, taskset), (str(taskset.path), taskset.split)
+        found = locate(config, taskset)
+        key = (str(taskset.path), taskset.split, taskset.subset_name)
         if found.path is not None and found.fault is None:
             taskset.path = str(found.path)
             if found.kind == "file":
                 taskset.split, taskset.subset_name = _FILE_SPLIT, None
             if key in tables:
-                tables[(taskset.path, taskset.split)] = tables[key]
+                tables[(taskset.path, taskset.split, taskset.subset_name)] = tables[key]
 
 
 def materialise_tasksets(config: AflowConfig, run_dir: Path | None = None) -> None:

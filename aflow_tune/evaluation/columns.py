@@ -237,7 +237,7 @@ def _find_side(
         return replace(base, name=f"{BASE}, {folder.name}", graph=folder)
     if served:
         known = Side(name, served_model=name)
-        return known if name in served else "weights on disk, which --endpoint does not serve"
+        return known if name in served else "no model that --endpoint serves"
     if name == "last" and saved:
         return _of_run(saved[-1], "last")
     if name == "best" and saved:

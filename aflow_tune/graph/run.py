@@ -83,6 +83,7 @@ class GraphLimits:
     tokens: int | None = None  # prompt and completion, of all models together
     call_prompt_tokens: int | None = None  # of one call: by its length before, as reported after
     call_completion_tokens: int | None = None  # handed to every call as its `max_tokens`
+    answer_tokens: int = COMPLETION_TOKENS  # counted for an answer before it, without `max_tokens`
     retries: int | None = None
     """How often an operator asks again for an answer that it cannot read, where the graph does
     not say; where it says more, this."""
@@ -142,7 +143,7 @@ class Meter:
         passed, worst = f"more than {most} tokens of models (limit tokens)", 0
         if most is not None:
             ask = Ask(messages=messages, schema=settings.get("schema"))
-            worst = ask.most_prompt_tokens() + (settings.get("max_tokens") or COMPLETION_TOKENS)
+            worst = ask.most_prompt_tokens() + (settings.get("max_tokens") or limits.answer_tokens)
             while self._held and self._tokens + sum(self._held.values()) + worst > most:
                 await self._ended.wait()
                 self.check()
@@ -160,9 +161,9 @@ class Meter:
             self._held.pop(token)
             self._ended.set()
             self._ended = asyncio.Event()
+        self.spent.add(reply)
         if most is not None and self._tokens > most:
             self.check(passed)
-        self.spent.add(reply)
         if usage is not None:
             self._check_prompt(usage.prompt_tokens, "")
         return reply

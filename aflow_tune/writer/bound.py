@@ -206,7 +206,9 @@ class WorstCase:
         if kind is not None:
             options = dict(self.source.options.get(instance, {}))
             given = options.pop("retries", self.limits.retries)
-            retries = min(given, self.limits.retries) if isinstance(given, int) else 0
+            given = self._most(given) if isinstance(given, ast.expr) else given
+            fewer = isinstance(given, (int, float)) and given < self.limits.retries
+            retries = max(0, int(given)) if fewer else self.limits.retries
             names = list(inspect.signature(kind.__call__).parameters)[1:]
             options |= dict(zip((n for n in names if n != "mode"), node.args, strict=False))
             options |= {word.arg: word.value for word in node.keywords if word.arg}

@@ -298,6 +298,7 @@ class WriterWorkflow:
             seconds=self.seconds,
             model_calls=self.check.model_calls if bounded else self.check.affordable_calls,
             tokens=self.check.tokens,
+            answer_tokens=self.check.call_completion_tokens,
             call_prompt_tokens=self.check.call_prompt_tokens,
             retries=self.check.retries,
         )
