@@ -1,7 +1,7 @@
 """aflow-tune: reinforcement learning for agent workflows.
 
 `tune()` trains the model behind a workflow function; `aflow-tune CONFIG.yaml` does the same
-from the shell. Names are loaded on first use, so that importing the package costs nothing.
+from the shell. Names are loaded on first use, so that importing the package is cheap.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The command line: `aflow-tune CONFIG.yaml [key=value ...]`, `validate`, `init`.
+"""The command line: `aflow-tune CONFIG.yaml [key=value ...]`, and the modules of `commands/`.
 
-Parses, calls, prints errors, and turns each ending into its exit code. Nothing heavy is
-imported before it is known to be needed, so that `--help` answers at once.
+Parses arguments, runs the command, prints errors and returns the exit code. Each command imports
+heavy packages only when it runs, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ exit codes:
 
 
 def command() -> int:
-    """Entry point of `aflow-tune`: `main` in a process of its own."""
+    """Entry point of the `aflow-tune` script: `main`, with fast imports."""
     import_quickly()
     return main()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line, that of this process if none is given. Returns the exit code."""
+    """Run `argv`, by default the arguments of this process. Returns the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # a terminal without `°` still gets the rest
+        # escape characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser, commands = _parsers()
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\naflow-tune: stopped at once; what was saved before is kept.", file=sys.stderr)
         return int(ExitCode.FAILED)
-    except BrokenPipeError:  # whoever reads our output, such as `head`, has had enough
+    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.FAILED)
     except Exception as error:
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _arranged(commands: Mapping[str, Parser], arguments: list[str]) -> list[str]:
-    """The arguments with the command first: the one that stands behind flags only, else `run`."""
+    """Put the command first: the first word that is no flag if it is a command, else `run`."""
     words = [word for word in arguments if not word.startswith("-")]
     if not words:
         return arguments
@@ -117,7 +117,7 @@ def _arranged(commands: Mapping[str, Parser], arguments: list[str]) -> list[str]
 
 
 def _parsers() -> tuple[Parser, Mapping[str, Parser]]:
-    """The whole command line, and its commands by name."""
+    """The parser of the whole command line, and those of its commands by name."""
     parser = Parser(
         prog="aflow-tune",
         description="Reinforcement learning for agent workflows: tune the model behind an async "

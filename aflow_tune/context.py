@@ -1,11 +1,11 @@
-"""What a workflow may say about its rollout: who calls, what to measure, rewards of single steps.
+"""What a workflow reports about its rollout: callers, metrics, state keys, rewards of single steps.
 
-One `RolloutContext` for each execution of a workflow is in a context variable: it follows `await`,
-tasks and `asyncio.to_thread`; a thread pool of the user's own starts without it. Outside of a
-rollout every function here checks its arguments and does nothing else.
+Each execution of a workflow has one `RolloutContext` in a context variable. It follows `await`,
+tasks and `asyncio.to_thread`; threads of the user's own pool start without it. Outside of a
+rollout every function here checks its arguments and records nothing.
 
-Which call is the latest is kept in scopes: of the rollout, of each `caller` block and of each task
-that calls a model. A call is the latest of its own scope and of those around it, so that parallel
+The latest model call is kept by scope: the rollout, each `caller` block, and each task that calls a
+model are scopes. A call is the latest of its own scope and of all scopes around it, so parallel
 branches do not mix.
 """
 
@@ -35,7 +35,7 @@ def within(variable: ContextVar[Any], value: T) -> Iterator[T]:
     try:
         yield value
     finally:
-        # A rollout that was given up is closed by the garbage collector, in whatever context.
+        # The garbage collector closes an abandoned rollout, perhaps in another context.
         with contextlib.suppress(ValueError):
             variable.reset(token)
 
@@ -66,7 +66,7 @@ class _NextKey:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in a rollout some code is. Never changed: tasks share it with those they start."""
+    """Where in a rollout some code runs. Immutable: tasks share it with those they start."""
 
     rollout: RolloutContext | None = None
     caller: str = DEFAULT_CALLER
@@ -81,7 +81,7 @@ _place: ContextVar[_Place] = ContextVar("aflow_tune_place", default=_Place())  #
 
 @dataclass
 class RolloutContext:
-    """The notes of one rollout: its calls in the order they started, and the user's metrics."""
+    """Records of one rollout: its model calls in starting order, and what the user reported."""
 
     calls: list[CallNote] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -114,12 +114,12 @@ class RolloutContext:
 
 
 def current_rollout() -> RolloutContext | None:
-    """The one that the current code belongs to."""
+    """The rollout that the current code runs in; None outside of one."""
     return _place.get().rollout
 
 
 def current_caller() -> str:
-    """Who the next model call of this context is attributed to."""
+    """The path of open `caller` blocks that the next model call is attributed to."""
     return _place.get().caller
 
 
@@ -142,13 +142,13 @@ class _Block:
 
     def __exit__(self, *error: object) -> None:
         token, self._token = self._token, None
-        # Not one that another block's end has closed, as of generators that take turns.
+        # Skip a block that the end of another has closed, as with interleaved generators.
         if token is not None and any(block is self for block in _place.get().blocks):
             with contextlib.suppress(ValueError):  # closed in another context
                 _place.reset(token)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        # The wrappers travel to workers by value: they may refer to nothing but `self`.
+        # The wrappers are pickled by value for workers: they may refer to `self` only.
         if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
             raise TypeError(f"{function.__qualname__} is a generator: use `with` around its calls")
         if inspect.iscoroutinefunction(function):
@@ -170,7 +170,7 @@ class _Block:
 
 class caller(_Block):
     """Attribute the model calls of a block, or of a function, to `name`. Names of nested blocks
-    join: `plan/search`. ValueError: the name is not a text, or is empty."""
+    join: `plan/search`. ValueError: the name is not a non-empty string."""
 
     def _inside(self, place: _Place) -> _Place:
         path = self.name if place.caller == DEFAULT_CALLER else f"{place.caller}/{self.name}"
@@ -180,10 +180,10 @@ class caller(_Block):
 
 
 class state_key(_Block):
-    """Name the state that a model call is made in, for GiGPO's anchor groups. A plain
-    `state_key("door closed")` holds for the next call of this context; as a `with` block or
-    decorator it holds for all calls inside. Without it the state is a hash of task, caller and
-    normalised input. ValueError: the key is not a text, or is empty."""
+    """Name the state that a model call is made in, for GiGPO's anchor groups (arXiv:2505.10978). A
+    plain `state_key("door closed")` applies to the next call of this context; as a `with` block or
+    decorator it applies to all calls inside. Without it the state is a hash of task, caller and
+    normalised input. ValueError: the key is not a non-empty string."""
 
     def __init__(self, key: str) -> None:
         super().__init__(key)
@@ -202,9 +202,9 @@ class state_key(_Block):
 
 
 def step_reward(value: float) -> None:
-    """Give a reward of its own to the model call that started last in the current task or `caller`
-    block, or in a task that was started from it. ValueError: the value is not a finite number.
-    RuntimeError: the rollout has made no model call yet."""
+    """Set the step reward of the model call that started last in the current task or `caller`
+    block, or in a task started from it. ValueError: the value is not a finite number.
+    RuntimeError: there is no such call yet."""
     reward = _number("step_reward", value)
     scope = _place.get().scope
     if scope is not None:
@@ -214,16 +214,16 @@ def step_reward(value: float) -> None:
 
 
 def record_metrics(**metrics: float) -> None:
-    """Record numbers about this rollout; they appear in training and evaluation curves. A name
-    recorded twice keeps its last value. ValueError: a value is not a finite number."""
+    """Record metrics of this rollout, for training and evaluation curves. A name recorded twice
+    keeps its last value. ValueError: a value is not a finite number."""
     numbers = {name: _number(name, value) for name, value in metrics.items()}
     if (rollout := current_rollout()) is not None:
         rollout.metrics.update(numbers)
 
 
 def keep(name: str, value: Any) -> None:
-    """Keep plain data about this rollout, under `kept` in its record in `rollouts/` (training) or
-    `evaluations/`. A name kept twice keeps its last value. ValueError: the name is empty."""
+    """Store plain data about this rollout under `kept` in its record in `rollouts/` (training) or
+    `evaluations/`. A name stored twice keeps its last value. ValueError: the name is empty."""
     _text("a name to keep something under", name)
     if (rollout := current_rollout()) is not None:
         rollout.kept[name] = value

@@ -1,7 +1,7 @@
-"""The errors a user can meet, and the exit code that each one ends the command with.
+"""The errors that a user can meet, and the exit code of the command for each.
 
-Every refusal names the place, what was expected, what was found and what to do; several faults of
-one input are reported together. Anything else is a defect and shows a traceback.
+Every refusal names the place, what was expected, what was found and what to do; all faults of one
+input are reported together. Any other exception is a defect and shows a traceback.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How the command ended. The table in the docs is generated from these docstrings."""
+    """How the command ended."""
 
     DONE = 0
     """The trainer reached its target step and the last checkpoint loads."""
@@ -34,7 +34,7 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong with an input. `where`: `file:line`, a key path, or both."""
+    """One fault of an input. `where`: `file:line`, a key path, or both; `cure`: what to do."""
 
     where: str
     expected: str
@@ -47,7 +47,7 @@ class Fault:
 
 
 class AflowTuneError(Exception):
-    """Base of all our errors."""
+    """Base class of all errors of this package."""
 
     exit_code: ExitCode = ExitCode.FAILED
 
@@ -63,7 +63,7 @@ class BadInput(AflowTuneError, ValueError):
 
     @classmethod
     def of(cls, title: str, where: str, expected: str, found: str, cure: str) -> BadInput:
-        """A refusal for one fault; arguments as `Fault`'s."""
+        """A refusal with one fault; the other arguments are those of `Fault`."""
         return cls(title, [Fault(where, expected, found, cure)])
 
     def __str__(self) -> str:
@@ -87,11 +87,11 @@ class AlreadyFinished(AflowTuneError):
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-_RUST = re.compile(r"\(os error (\d+)\)|\bOs \{ code: (\d+)")  # as its libraries tell a number
+_RUST = re.compile(r"\(os error (\d+)\)|\bOs \{ code: (\d+)")  # how Rust prints errno
 
 
 def disk_fault(error: BaseException) -> str | None:
-    """That a disk is full, read-only or broken, in the system's words; None for other errors."""
+    """The system's message for a disk that is full, read-only or broken; None for other errors."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, sqlite3.OperationalError):
         code = getattr(error, "sqlite_errorcode", 0)

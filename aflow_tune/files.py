@@ -1,6 +1,6 @@
-"""Files that a killed process leaves whole: replaced in one move, or grown line by line.
+"""Files that survive a killed process: replaced atomically, or appended to line by line.
 
-Several writers may add lines to one file; only one process at a time replaces it.
+Several processes may append to one file; only one at a time may replace it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Write a file whole or not at all: temporary name, fsync, rename. Makes the folder. Text
-    becomes UTF-8, with a question mark for half of a surrogate pair. OSError: what was there before
-    still is."""
+    """Write a file atomically: temporary name, fsync, rename. Makes the folder. Text is written as
+    UTF-8, a lone surrogate as `?`. OSError: the file is unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -33,15 +32,15 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def as_line(entry: Mapping[str, Any]) -> bytes:
-    """An object as one line of JSON with its line end."""
+    """`entry` as one line of JSON, newline included. What JSON does not know becomes its `str`."""
     text = json.dumps(entry, ensure_ascii=False, default=str)
-    # Half of a surrogate pair, which a model can write, becomes JSON's escape of it.
+    # A model can write a lone surrogate; it becomes its JSON escape.
     return text.encode(errors="backslashreplace") + b"\n"
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append in one write, so that concurrent writers never mix; makes the folder. OSError: the
-    line could not be written whole."""
+    """Append in one write, so that lines of concurrent writers never mix; makes the folder.
+    OSError: the line could not be written whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -53,7 +52,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Cut off a last line that a killed writer left without its end, before more is appended."""
+    """Cut off a last line without a newline, which a killed writer left; call before appending."""
     content = path.read_bytes() if path.exists() else b""
     if content and not content.endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)

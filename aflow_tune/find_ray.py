@@ -1,16 +1,16 @@
 """Which Ray a run uses: the one that is named, one that runs here, or one of its own.
 
-    cluster.ray_address     an address, `auto` (there must be one), or `local` (one of our own)
-    RAY_ADDRESS             the same, from the environment; a submitted job has it
-    neither                 one that `ray start` or `aflow-tune cluster up` started here, or else
-                            one of our own on loopback, which ends with the command
+    cluster.ray_address     an address, `local` (start one), or `auto` (there must be one)
+    RAY_ADDRESS             the same, if the setting is `auto` or missing; submitted jobs have it
+    neither                 one that `ray start` or `aflow-tune cluster up` started here, else one
+                            that we start on loopback and that ends with the command
 
-A token (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token) is used wherever there is one.
-Ray 2.60 does that by itself only for `auto`.
+A token (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token) is used if there is one. Ray 2.60
+does that by itself only for `auto`.
 
-Also the folder of a Ray of our own. Ray lets everybody write into the folders that it unpacks code
-in, so ours is below a folder with mode 0700, and a Ray that is joined is looked at first. As a
-program this module makes the folder and prints what `ray start --temp-dir` is given on a host.
+Also the temporary folder of a Ray that we start. Ray unpacks code into world-writable folders, so
+ours are below a folder with mode 0700. Run as a program, this module makes that folder and prints
+the argument for `ray start --temp-dir`.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from aflow_tune.errors import BadInput, Fault
 
 _KEY = "cluster.ray_address"
 _ANSWER_SECONDS = 5.0
-_GREET_SECONDS = 20.0  # as long as Ray itself asks
+_GREET_SECONDS = 20.0  # about as long as Ray retries to reach a head
 _SILENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
 _WANTS_TOKEN = ("UNAUTHENTICATED", "PERMISSION_DENIED")
 
 
 @dataclass(frozen=True)
 class FoundRay:
-    """A running Ray, and in words how it was found."""
+    """A running Ray, and how it was found (for messages)."""
 
     address: str
     source: str
 
 
-Config = Any  # an `AflowConfig`, whose room is above this one
+Config = Any  # an `AflowConfig`; this module may not import `config`
 
 
 def find_ray(config: Config) -> FoundRay | None:
-    """The running Ray that this configuration uses; None: one of its own is to be started. The
-    first answer is kept. BadInput: an address that is none, or `auto` where no Ray runs."""
+    """The running Ray that this configuration uses; None: the run starts its own. The first answer
+    is cached. BadInput: a malformed address, or `auto` while no Ray runs here."""
     if config.inline:
         return None
     if not config.prepared.ray_looked_for:
@@ -61,22 +61,22 @@ def find_ray(config: Config) -> FoundRay | None:
 
 
 def use_own(config: Config) -> None:
-    """Let a run of this configuration start a Ray of its own, whatever is named or runs here."""
+    """Make a run of this configuration start its own Ray, whatever is named or runs here."""
     config.prepared.ray, config.prepared.ray_looked_for = None, True
 
 
 def uses_ray(config: Config, engine: str | None = None) -> bool:
-    """Whether a run of this configuration is on a Ray at all. On the local engine only what trains
-    on rollouts is. `engine`: the one that was chosen; None: as the settings say, where `auto`
-    counts as Trinity's."""
+    """Whether a run of this configuration uses Ray. On the local engine only modes that train on
+    rollouts do. `engine`: the chosen one; None: `config.engine`, of which `auto` counts as
+    Trinity's."""
     if config.inline or config.mode == "harvest":
         return False
     return (engine or config.engine) != "local" or config.mode not in ("train", "bench")
 
 
 def check_address(config: Config, engine: str | None = None) -> Iterator[Fault]:
-    """What is wrong with the address of the Ray that a run would join, or with the folder of one of
-    its own. `engine`: see `uses_ray`."""
+    """Faults of the address of the Ray that a run would join, or of the folder of its own Ray,
+    which this makes. `engine`: see `uses_ray`."""
     try:
         if uses_ray(config, engine) and find_ray(config) is None:
             make_ray_base()
@@ -85,8 +85,8 @@ def check_address(config: Config, engine: str | None = None) -> Iterator[Fault]:
 
 
 def look_for(address: str = "", where: str = "") -> FoundRay | None:
-    """The Ray at an address, `auto`, `local`, or ('') as RAY_ADDRESS says; None: there is none.
-    `where`: the place of the setting, for messages. BadInput: as `find_ray`."""
+    """The Ray to join for `address`: HOST:PORT, `local`, `auto` or '' (RAY_ADDRESS wins over these
+    two); None: none. `where`: the place of the setting, for messages. BadInput: as `find_ray`."""
     if address in ("", "auto") and (of_environment := os.environ.get("RAY_ADDRESS", "").strip()):
         where, address = "RAY_ADDRESS", of_environment
     if address == "local":
@@ -105,14 +105,14 @@ def look_for(address: str = "", where: str = "") -> FoundRay | None:
 
 
 def running_here() -> str | None:
-    """The address of the cluster that this user started on this machine, if it answers. Not what
-    another user started, who could read what a run hands over."""
+    """The address of the cluster that this user started on this machine, if it answers. Clusters of
+    other users are ignored: they could read what a run sends."""
     from ray._private.utils import get_ray_address_file, read_ray_address
 
     # Ray's own folder, then that of `aflow-tune cluster up`.
     for folder in (os.path.dirname(get_ray_address_file(None)), str(ray_base() / "ray")):
         address: str | None = None
-        with contextlib.suppress(OSError):  # another user's, which may not be looked at
+        with contextlib.suppress(OSError):  # another user's, not readable
             if os.stat(get_ray_address_file(folder)).st_uid == os.getuid():
                 address = read_ray_address(folder)
         if address and answers(address):
@@ -121,8 +121,8 @@ def running_here() -> str | None:
 
 
 def use_token() -> bool:
-    """Let this process and its children send the token that is there; False where none is, or
-    `RAY_AUTH_MODE` says otherwise."""
+    """Make this process and its children send the token if there is one; returns whether they do.
+    RAY_AUTH_MODE, if set, decides instead."""
     from ray._private.authentication.authentication_token_setup import (
         maybe_enable_token_auth_if_token_available,
     )
@@ -131,8 +131,8 @@ def use_token() -> bool:
 
 
 def greet(found: FoundRay) -> None:
-    """Use the token that is there, and see that this Ray, which is joined next, takes it: Ray
-    itself would try for minutes. BadInput: it wants another token, or no Ray answers."""
+    """Check, before it is joined, that this Ray answers and accepts our token: Ray itself would
+    retry for minutes. BadInput: it wants another token, or does not answer in 20 s."""
     from ray._private.grpc_utils import init_grpc_channel
 
     use_token()
@@ -148,8 +148,8 @@ def greet(found: FoundRay) -> None:
 
 @contextlib.contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Joining Ray replaces signal handlers; after the block they are as before. Only the main
-    thread may set them, and only there does Ray."""
+    """Restore the signal handlers after the block: joining Ray replaces them. Does nothing outside
+    of the main thread, where Ray sets none."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -159,7 +159,7 @@ def handlers_kept() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-_REFUSED = (  # what Ray says, what was expected, and what to do
+_REFUSED = (  # pattern of Ray's message, what was expected, what to do
     (
         "Failed to merge",
         "a job whose own runtime_env leaves ours room",
@@ -184,7 +184,7 @@ _REFUSED = (  # what Ray says, what was expected, and what to do
 def refused_connection(found: FoundRay, error: Exception) -> BadInput:
     text = " ".join(str(error).split())
     said, expected, cure = next(row for row in _REFUSED if re.search(row[0], text))
-    if said == "Failed to merge":  # the message holds both environments, values and all
+    if said == "Failed to merge":  # the message shows both environments, secrets included
         text = "the job that this command runs in has set what the run has to set"
     expected, title = f"{expected} at {found.address}", "The Ray that was found cannot be used."
     return BadInput.of(title, found.source, expected, text[:600] or type(error).__name__, cure)
@@ -197,13 +197,13 @@ def _check(address: str, where: str) -> None:
     found, cure = repr(address.rpartition("@")[2]), "HOST:6379, `auto`, or `local`"
     if address.startswith("http"):
         cure = f"{cure}; to a dashboard: `aflow-tune submit CONFIG --address URL`"
-    title = "This is no address of a Ray that a run can join."  # which may hold a password
+    title = "This is no address of a Ray that a run can join."  # `found` leaves out a password
     raise BadInput.of(title, where, "HOST:PORT of a Ray head node, `auto` or `local`", found, cure)
 
 
 def answers(address: str) -> bool:
-    """Whether Ray's own service answers there. It is asked without the token, which is not for
-    whatever else may have taken the port."""
+    """Whether a Ray head answers at `address`. Asks without the token: another program may have
+    taken the port."""
     import grpc
     from ray._private.grpc_utils import init_grpc_channel
 
@@ -213,7 +213,7 @@ def answers(address: str) -> bool:
 
 
 def _asked(address: str, open_channel: Callable[..., Any]) -> str:
-    """The name of the gRPC status with which the head answers whether it is alive."""
+    """The name of the gRPC status with which the head answers CheckAlive."""
     import grpc
 
     with open_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
@@ -228,15 +228,15 @@ def _asked(address: str, open_channel: Callable[..., Any]) -> str:
 
 _SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/dash_TaskEventsHead"
 _PATH_BYTES = 107
-"""The longest of those that Ray opens below its RAY_TMPDIR, and what the system takes."""
+"""The longest socket path that Ray opens below RAY_TMPDIR, and the system's limit in bytes."""
 _PLAIN = re.compile(r"[\w/.,+=@~-]+", re.ASCII)
-_UNMAPPED = 65534  # who owns what belongs to users that a container does not know
+_UNMAPPED = 65534  # the owner shown for users that a user namespace does not map
 
 
 def ray_base() -> Path:
-    """What RAY_TMPDIR is for a Ray of ours, made or not: what that variable or TMPDIR says, where
-    nobody else may enter; otherwise a folder in there that is the user's alone; in /tmp, where the
-    path would be too long for sockets or has characters that Ray does not take."""
+    """The RAY_TMPDIR of a Ray that we start; it need not exist yet. $RAY_TMPDIR, $TMPDIR or /tmp if
+    no other user may enter it; otherwise `ray-UID` in there; `/tmp/ray-UID` if that path is too
+    long for sockets or has characters that Ray does not accept."""
     base = Path(os.path.abspath(Path(_told()[1]).expanduser()))
     own = f"ray-{os.getuid()}"
     closed = not os.path.exists(base) or open_to_others(base) is None
@@ -246,8 +246,8 @@ def ray_base() -> Path:
 
 
 def make_ray_base() -> Path:
-    """The folder of `ray_base`, made where it is missing. BadInput: it cannot be made, or others
-    could change what is in it."""
+    """Make the folder of `ray_base` if it is missing, and return it. BadInput: it cannot be made or
+    written to, or other users could change its content."""
     base = ray_base()
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -269,8 +269,8 @@ def make_ray_base() -> Path:
 
 
 def open_to_others(folder: str | Path) -> str | None:
-    """How another user of this machine could change what is in a folder; None: in no way. A folder
-    on the way has to keep others out, and nobody else may put another one in its place."""
+    """How another user of this machine could change the content of a folder; None: in no way. Some
+    folder of the path must keep others out, and nobody else may be able to replace one above it."""
     folder, trusted = Path(os.path.abspath(folder)), {0, os.getuid()}
     with contextlib.suppress(OSError), open("/proc/self/uid_map", encoding="ascii") as file:
         if file.read().split() != ["0", "0", str(2**32 - 1)]:

@@ -1,7 +1,7 @@
-"""Our sections of the configuration, beside Trinity's own, and where every key was written.
+"""Our sections of the configuration, beside Trinity's own, and where each key was written.
 
-Plain dataclasses: this module imports neither Trinity nor OmegaConf. What a key may hold is decided
-by its type and, for words, by the `choices` in its metadata.
+Plain dataclasses: this module imports neither Trinity nor OmegaConf. The type of a field, and the
+`choices` in its metadata if any, determine which values the YAML may give it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def _one_of(default: str, *choices: str) -> Any:
 
 @dataclass
 class RolloutSection:
-    """How the workflow function is run."""
+    """How rollouts of the workflow function are made."""
 
     run_timeout: float = 300.0
-    """Seconds that one rollout may take; after that it counts as timed out."""
+    """Seconds that one rollout may take; then it fails as timed out."""
     max_failed_fraction: float = 1.0
-    """Training stops when more than this share of a step's rollouts failed. 1: only if all did."""
+    """Training stops if more than this fraction of a step's rollouts fail. 1: only if all do."""
     system_prompt: str | None = None
-    """Handed to a workflow function that takes `system_prompt`. None: it gets none."""
+    """Passed to a workflow function that takes `system_prompt`. None: none is passed."""
 
 
 @dataclass
@@ -35,54 +35,54 @@ class LocalSection:
     """The local engine: sampler and trainer on this machine."""
 
     dtype: str = _one_of("auto", "auto", "fp32", "float32", "bf16", "bfloat16")
-    """Number format of sampler and trainer. auto: bf16 where the device computes in it."""
+    """Number format of sampler and trainer. auto: bf16 if the device supports it natively."""
     device: str = _one_of("auto", "auto", "cpu", "cuda", "mps")
     """auto: CUDA, else Apple's MPS, else the CPU."""
     threads: int | None = None
-    """Threads of each engine's arithmetic. None: PyTorch's choice."""
+    """CPU threads. None: the physical cores for the sampler, PyTorch's choice for the trainer."""
     max_batch: int = 64
-    """Sequences that the sampler decodes at once."""
+    """Most sequences that the sampler decodes at once."""
     micro_batch_tokens: int = 2048
-    """Tokens that the trainer computes at once; bounds memory, never changes the result."""
+    """Most tokens in one micro-batch of the trainer; bounds memory, never changes the result."""
 
 
 @dataclass
 class BudgetSection:
-    """Limits, over all roles, processes and commands of a run, at which it saves and stops."""
+    """Limits at which a run saves and stops, summed over its roles, processes and commands."""
 
     wall_seconds: float | None = None
-    """Seconds from the start of the command. None: no limit, here and below."""
+    """Seconds since this command started, not summed. None: no limit, here and below."""
     usd: float | None = None
-    """US dollars. Every model that is called needs a known price."""
+    """US dollars. Every model that is called must have a known price."""
     tokens: int | None = None
     """Prompt and completion tokens together."""
     calls: int | None = None
-    """Calls of models; retries and answers from the cache are none."""
+    """Model calls; retries and answers from the cache do not count."""
 
 
 @dataclass
 class CheckpointsSection:
-    """Which checkpoints stay beside the newest `trainer.max_checkpoints_to_keep` (0: all)."""
+    """Which checkpoints to keep beside the newest `trainer.max_checkpoints_to_keep` (0: all)."""
 
     keep_best: int = 1
-    """How many of those with the best held-out score (`report.score`) are not taken away."""
+    """How many checkpoints with the best held-out score (`report.score`) to keep."""
 
 
 @dataclass
 class PriceSettings:
-    """What a model costs, in US dollars for a million tokens, or whose listed price it has."""
+    """Prices of a model in US dollars per million tokens, or the model whose price it has."""
 
     input: float | None = None
     output: float | None = None
     cached_input: float | None = None
-    """For prompt tokens that the vendor had cached. None: the same as `input`."""
+    """For prompt tokens in the vendor's cache. None: the same as `input`."""
     listed: str | None = None
-    """In place of numbers: a model of the price list, such as gpt-4o-mini or azure/gpt-4o-mini."""
+    """Instead of numbers: a model of the price list, such as gpt-4o-mini or azure/gpt-4o-mini."""
 
 
 @dataclass
 class ModelSettings:
-    """One model behind an API. Keys are never written here, only the variables' names."""
+    """One model behind an API. Keys are never written here, only names of their variables."""
 
     provider: str = _one_of("openai", "openai", "anthropic")
     """openai: any OpenAI-compatible endpoint."""
@@ -91,48 +91,48 @@ class ModelSettings:
     base_url: str | None = None
     """Address of the API, such as http://127.0.0.1:8000/v1. None: the vendor's own."""
     api_key_env: str | None = None
-    """The environment variable with the key. None: the vendor's, if `base_url` is the vendor's."""
+    """The environment variable with the key. None: the vendor's, for the vendor's address only."""
     headers_env: dict[str, str] = field(default_factory=dict)
-    """Extra HTTP headers: name of the header to name of the environment variable with it."""
+    """Extra HTTP headers: header name to the environment variable with its value."""
     role: str | None = None
-    """What its usage is counted under. None: the name it stands under in `models`."""
+    """The role that its usage is counted under. None: its name in `models`."""
     temperature: float | None = None
-    """None: the provider's default. So for the next two."""
+    """None: the provider's default, here and in the next two."""
     top_p: float | None = None
     max_tokens: int | None = None
-    """Most tokens of an answer."""
+    """Most tokens of a response."""
     timeout: float = 120.0
     """Seconds of one attempt, from the connection to the last byte."""
     retries: int = 6
-    """Attempts after the first one failed in a way that may pass."""
+    """Further attempts after an error that may be temporary."""
     backoff: float = 0.5
-    """Seconds before the first retry; twice as long before each further one, at most 30."""
+    """Seconds before the first retry; doubled for each further one, at most 30."""
     max_concurrency: int = 32
-    """Requests that are under way at once, in each process."""
+    """Most concurrent requests of each process."""
     prices: PriceSettings | None = None
-    """Wins over the price list. None: the list's for the address or, with a warning, the name."""
+    """Wins over the price list. None: listed by address or, with a warning, by model name."""
 
 
 @dataclass
 class AnsweringSection:
-    """What operator graphs of either origin are told about their tasks."""
+    """Settings shared by `graph` and `writer`: which fields of a row they use, and scoring."""
 
     benchmark: str | None = None
-    """The benchmark of rows that name none: its question and, without a `judge`, its scoring."""
+    """Benchmark of rows that name none: decides the question and, without `judge`, the score."""
     score: str | None = None
-    """Instead of a benchmark: `path/file.py:f` of row and answer; of written graphs 0 to 1."""
+    """Instead of a benchmark: `path/file.py:f` of row and answer; for the writer in [0, 1]."""
     problem: str | None = None
     """The field with the question. None: the benchmark's, or question, problem or prompt."""
     entry_point: str = "entry_point"
-    """The field with the name of the function to write, for problems of code."""
+    """The field with the name of the function to write, for code problems."""
     test_cases: str | None = None
-    """Public tests for the operator Test, never those that answers are scored by: rows with
+    """File of public tests for the operator Test, never those that score answers: rows with
     entry_point and test, a list of asserts on `candidate`."""
     timeout: float = 180.0
-    """Seconds that one rollout may run a graph, calls of models included."""
+    """Seconds that one execution of a graph may take, model calls included."""
     models: dict[str, str] = field(default_factory=dict)
-    """Which of `models` an operator or its instance uses, such as {Review: judge}. Others: the
-    model being tuned, or the writer's executor."""
+    """Which of `models` an operator or its instance calls, such as {Review: judge}. Others call
+    the model being tuned, or the writer's executor."""
 
 
 @dataclass
@@ -140,89 +140,89 @@ class GraphSection(AnsweringSection):
     """An operator graph in place of `workflow`: a folder with graph.py and its prompts."""
 
     path: str | None = None
-    """The folder, relative to here or to the YAML: our own form or a `round_N` of AFlow."""
+    """The folder, relative to the current one or the YAML's: our form, or AFlow's `round_N`."""
     trust: bool = False
-    """True: graph.py runs in the run's own process, with your rights, instead of the sandbox."""
+    """True: graph.py runs in the run's own process, with your permissions, not in the sandbox."""
     max_calls: int = 100
-    """Calls of operators and of the model that one rollout may make."""
+    """Most operator and model calls of one rollout."""
     prompts: dict[str, str] = field(default_factory=dict)
-    """Prompts that win over the graph's files, by constant, operator's instance or operator."""
+    """Prompts that win over the graph's files, by constant, operator instance or operator."""
 
 
 @dataclass
 class WriterSection(AnsweringSection):
-    """The policy writes a workflow for each problem; `executor` runs it, and turns this on."""
+    """The policy writes a workflow for each problem. Setting `executor` turns this on."""
 
     executor: str | None = None
-    """What the operators of a written graph call: a role of `models`, or an auxiliary model."""
+    """The model that operators of a written graph call: of `models`, or an auxiliary model."""
     operators: list[str] = field(default_factory=list)
     """Operators that a graph may use. Empty: all, those under `operators` included."""
     problem_type: str | None = field(default=None, metadata={"choices": ("math", "code", "qa")})
-    """Of rows that do not say it in a field `problem_type`. None: by their benchmark."""
+    """Type of rows without a field `problem_type`. None: by their benchmark."""
     prompt: str | None = None
-    """A file with the policy's own prompt, in place of the shipped template."""
+    """A file with the policy's prompt, instead of the shipped template."""
     turns: int = 1
-    """How often the policy may write: after the first time it sees what became of its graph."""
+    """How many graphs the policy may write; it sees the outcome of each before the next."""
     max_calls: int = 20
-    """Calls of models that a graph could make at worst; one that could make more is refused."""
+    """A graph that could make more model calls than this in the worst case is refused."""
     max_tokens: int | None = None
     """The same for prompt and completion tokens together. None: no limit."""
     max_usd: float | None = None
     """The same in US dollars, which needs known prices. None: no limit."""
     retries: int = 0
-    """How often an operator of a written graph asks again for an answer that it cannot read."""
+    """How often an operator of a written graph asks again after an unreadable answer."""
 
 
 @dataclass
 class HarvestSection:
-    """Pairs of a problem and a graph that solves it, for the writer's supervised warm start."""
+    """Collects pairs of problem and solving graph for supervised warm start of the writer."""
 
     sources: list[str] = field(default_factory=lambda: ["templates"])
-    """Where graphs come from: templates, teacher, runs."""
+    """Sources of graphs, any of: templates, teacher, runs."""
     templates: str | None = None
-    """A folder of templates of yours in place of the shipped ones: files of the hybrid form."""
+    """A folder of templates in the hybrid form, instead of the shipped ones."""
     teacher: str | None = None
-    """The role of `models` that is asked to write graphs, with the policy's own prompt."""
+    """The role of `models` that writes graphs from the policy's prompt."""
     teacher_tries: int = 1
-    """How often the teacher is asked about each problem."""
+    """How many graphs the teacher writes for each problem."""
     runs: list[str] = field(default_factory=list)
-    """Run folders of the writer, whose best rollouts are tried again."""
+    """Run folders of the writer; the graphs of their best rollouts are executed again."""
     min_score: float = 1.0
-    """A graph whose answer scores less is no example."""
+    """Least score of the answer for a graph to be kept."""
     per_problem: int = 1
-    """Most pairs of one problem, each of another structure."""
+    """Most pairs of one problem, all of different structures."""
     per_structure: float | None = 0.5
-    """Largest share of one structure among all pairs. None: no limit; the cheapest graph wins."""
+    """Largest share of one structure, at least an equal one. None: the cheapest graph wins."""
     limit: int | None = None
-    """So many problems, drawn by `seed`. None: all of the training task set."""
+    """How many problems to draw by `seed`. None: all of the training task sets."""
 
 
 @dataclass
 class RuntimeEnvSection:
-    """What the workers of a cluster get beside the code that is found by tracing."""
+    """What the workers of a cluster get beside the code that is found by following imports."""
 
     pip: list[str] = field(default_factory=list)
-    """Requirements that Ray installs on every node, such as rapidfuzz==3.9.1."""
+    """Requirements that Ray installs for the run, such as rapidfuzz==3.9.1."""
     secrets: list[str] = field(default_factory=list)
-    """Further environment variables for workers, beside those of `models` and of your code."""
+    """More secret environment variables, beside those named in `models` and in your code."""
     env_vars: dict[str, str] = field(default_factory=dict)
-    """Plain environment variables. Ray logs and shows them: never a place for keys."""
+    """Plain environment variables. Ray logs and shows them: put no keys here."""
     include: list[str] = field(default_factory=list)
-    """Files and folders that travel although no import and no path in the code names them."""
+    """Files and folders to send although the code does not import them."""
     exclude: list[str] = field(default_factory=list)
-    """Files and folders that stay although their folder travels: data/raw, or *.ckpt."""
+    """Files and folders not to send although their folder is sent: data/raw, or *.ckpt."""
     trust_users: bool = False
-    """Use a Ray that is there even if other users of its machines could change the run's code."""
+    """Join a running Ray even if other users of its machines could change the run's code."""
 
 
 @dataclass
 class ReportSection:
-    """What is counted as the held-out score, and what the report shows."""
+    """Which number is the held-out score, and what the report shows."""
 
     score: str = "reward"
-    """'reward', or the name of a metric that the workflow records."""
+    """`reward`, or the name of a metric that the workflow records."""
     transcripts: int = 4
-    """How many held-out items are shown with what was said before and after."""
+    """How many held-out items are shown with transcripts from before and after training."""
 
 
 @dataclass
@@ -237,14 +237,14 @@ class FivePartSection:
     """The five weights; together 1."""
     lowest: float = -10.0
     highest: float = 10.0
-    """The weighted sum 0 becomes `lowest`, 1 becomes `highest`."""
+    """The reward is scaled linearly: `lowest` for a weighted sum of 0, `highest` for 1."""
     usd_limit: float = 0.01
-    """Efficiency falls from 1 at no cost to 0 at this cost of a rollout, in US dollars."""
+    """Efficiency falls from 1 at no cost to 0 at this cost of a rollout in US dollars."""
     token_limit: int = 8192
-    """The same in tokens, for rollouts with a call whose price is not known."""
+    """The same in tokens, for rollouts with a call of unknown price."""
     seconds_limit: float = 60.0
     operator_limit: int = 10
-    """Each half of simplicity falls to 0 at so much time, and so many operator calls."""
+    """The two halves of simplicity fall to 0 at this time and this many operator calls."""
 
 
 @dataclass
@@ -261,11 +261,11 @@ class AgentRewardSection:
     redundant_call: float = 0.2
     format_error: float = 0.1
     time_out: float = 0.5
-    """What is taken off for each occurrence."""
+    """Penalty subtracted for each occurrence."""
     lowest: float = -1.0
-    """No reward is below this, however many penalties there are."""
+    """Lower bound of the reward."""
     optimal_steps: int = 5
-    """Steps that cost no efficiency, for rows without `optimal_steps` of their own."""
+    """Steps up to which efficiency is 1, for rows without a field `optimal_steps`."""
 
 
 @dataclass
@@ -273,90 +273,90 @@ class RewardsSection:
     """Settings of the rewards that come with the package, in `rewards/`."""
 
     benchmark: str | None = None
-    """Of rows that name none: gsm8k, math, humaneval, mbpp, hotpotqa, drop, reasoning_gym:TASK."""
+    """For rows that name none: gsm8k, math, humaneval, mbpp, hotpotqa, drop, reasoning_gym:TASK."""
     five_part: FivePartSection = field(default_factory=FivePartSection)
     agent: AgentRewardSection = field(default_factory=AgentRewardSection)
 
 
 @dataclass
 class MixSource:
-    """One source of a mix: a training task set, by its name, or the rows that name it `source`."""
+    """One source of a mix: the training task set of that name, or the rows with that `source`."""
 
     ratio: float | None = None
-    """Share of every training batch; together 1. None for all: math 0.4, code 0.3, qa 0.3."""
+    """Share of each training batch; they sum to 1. None for all: math 0.4, code 0.3, qa 0.3."""
     benchmark: str | None = None
-    """Put into the rows as `benchmark`. None: what the rows say."""
+    """Written into the rows as `benchmark`. None: as the rows say."""
 
 
 @dataclass
 class AflowSections:
-    """The keys that stand beside Trinity's at the top level."""
+    """Our keys at the top level, beside Trinity's."""
 
     workflow: str | None = None
     """The function to tune: `path/file.py:function` or `module:function`."""
     judge: str | None = None
-    """A function that scores what the workflow returned, in the same form. None: no judge."""
+    """The function that scores the workflow's response, in the same form. None: no judge."""
     graph: GraphSection = field(default_factory=GraphSection)
     writer: WriterSection = field(default_factory=WriterSection)
     harvest: HarvestSection = field(default_factory=HarvestSection)
     operators: dict[str, str] = field(default_factory=dict)
-    """Operators of yours that the graph may name: `Name: path/file.py:Name`."""
+    """Your operators that a graph may use: `Name: path/file.py:Name`."""
     prompts: dict[str, Any] = field(default_factory=dict)
     """Prompts by operator or `Operator.instance`: a text, or texts by name. A graph's own win."""
     engine: str = _one_of("auto", *ENGINES)
-    """auto: Trinity's vLLM and verl where they can run, else the local engine."""
+    """auto: Trinity's vLLM and verl if they can run here, else the local engine."""
     inline: bool = False
     """True: the whole run in one process, without Ray."""
     deterministic: bool = False
-    """True: fp32 and batch-invariant sampling, so that Ray and inline give equal tokens."""
+    """True: fp32 and batch-invariant sampling, so that runs with and without Ray are equal."""
     seed: int = 0
-    """Seeds sampling, initial adapters and whatever else is drawn."""
+    """Seeds sampling, initial adapters and every other random choice."""
     physical_gpus: Any = None
-    """GPUs that the run claims and sees: auto (free ones, as many as it needs), or a list of
-    numbers, UUIDs or GPU:INSTANCE. None: `CUDA_VISIBLE_DEVICES` counts."""
+    """GPUs that the run claims and sees: auto (as many free ones as it needs), or a list of
+    numbers, UUIDs or GPU:INSTANCE. None: those of `CUDA_VISIBLE_DEVICES`, none claimed."""
     protected_pids: list[int] = field(default_factory=list)
     """Processes that `aflow-tune gpus free` never ends while the run holds claimed GPUs."""
     sandbox: Any = "auto"
-    """What programs written by a model run in: auto (the strongest that works here), bubblewrap,
-    landlock, or unsafe_subprocess (no isolation, with your rights). With packages to import:
-    `{policy: auto, packages: [numpy]}`, kept as `auto+numpy`."""
+    """Sandbox of model-written programs: auto (the strongest that works here), bubblewrap,
+    landlock, or unsafe_subprocess (no isolation, with your permissions). With packages to import:
+    `{policy: auto, packages: [numpy]}`, stored as `auto+numpy`."""
     rollout: RolloutSection = field(default_factory=RolloutSection)
     local: LocalSection = field(default_factory=LocalSection)
     budget: BudgetSection = field(default_factory=BudgetSection)
     checkpoints: CheckpointsSection = field(default_factory=CheckpointsSection)
     models: dict[str, ModelSettings] = field(default_factory=dict)
-    """Models beside the tuned one, by role; the entry `policy` gives the tuned model's price."""
+    """Models beside the tuned one, by role. The entry `policy` sets the tuned model's price."""
     runtime_env: RuntimeEnvSection = field(default_factory=RuntimeEnvSection)
     report: ReportSection = field(default_factory=ReportSection)
     rewards: RewardsSection = field(default_factory=RewardsSection)
     mix: dict[str, MixSource] = field(default_factory=dict)
-    """Shares of every training batch by source. Empty: Trinity's order of its task sets."""
+    """Shares of each training batch by source. Empty: Trinity's order of the task sets."""
     quick_eval: int | None = None
-    """Held-out rows, a fixed sample, of the evaluations between first and last. None: all."""
+    """Rows of the fixed sample for evaluations between the first and the last. None: all rows."""
 
 
 @dataclass
 class KeyPositions:
-    """Where each key was written. Key paths are canonical, list items by number (`a.b.0.c`)."""
+    """Where each key was written. Key paths are canonical: list items by number (`a.b.0.c`)."""
 
     file: str | None = None
-    """The YAML as the user named it; None where there is none."""
+    """The path of the YAML as given; None if there is none."""
     base: Path | None = None
-    """Where relative paths are looked for after the current folder: that of the YAML."""
+    """The folder of the YAML, in which relative paths are looked up after the current folder."""
     lines: dict[str, int] = field(default_factory=dict)
-    """Line of the file, counted from 1; this and the next three by key path."""
+    """Line in the file, from 1; this and the next three mappings are by key path."""
     overrides: dict[str, str] = field(default_factory=dict)
-    """`key=value` of the command line."""
+    """The `key=value` of the command line that set it."""
     arguments: dict[str, str] = field(default_factory=dict)
-    """Argument of `tune()`."""
+    """The argument of `tune()` that set it."""
     raw: dict[str, str] = field(default_factory=dict)
-    """Text of a value that holds an interpolation."""
+    """The text of a value with an interpolation."""
     stage: str = ""
-    """`stages.1` for the keys of one stage, as its own configuration has them."""
+    """The path of the stage (`stages.1`) whose configuration this describes; else empty."""
     stage_sections: tuple[str, ...] = ()
-    """What a stage may hold."""
+    """The sections that a stage may have."""
     shown: dict[str, str] = field(default_factory=dict)
-    """Of keys that the stage itself wrote, how they are called in the file."""
+    """Key paths in the file of the keys that the stage itself sets."""
 
     def given(self, key: str) -> bool:
         """Whether the user set this key, or anything below it."""
@@ -364,16 +364,16 @@ class KeyPositions:
         return any(path == key or path.startswith(key + ".") for path in places)
 
     def beside(self, name: str) -> Path:
-        """A path of the configuration: relative to the current folder, or else to `base`."""
+        """A path of the configuration: relative to the current folder if it exists, else `base`."""
         path = Path(name).expanduser()
         return self.base / path if self.base is not None and not path.exists() else path
 
     def inherited(self, key: str) -> bool:
-        """Whether the user set this key at the top level, for all stages."""
+        """Whether this is a stage that inherits the key from the top level."""
         return bool(self.stage) and self.given(key) and key not in self.shown
 
     def where(self, key: str) -> str:
-        """`file:line: key`, or the argument that set it, or the key alone."""
+        """The place of a key for messages: `file:line: key`, what set it, or the key alone."""
         path = key
         while path:
             name = display(self.shown.get(path, path) + key[len(path) :])
@@ -391,10 +391,10 @@ class KeyPositions:
 
 
 def canonical(key: str) -> str:
-    """`a.b[0].c` and `a.b.0.c` as `a.b.0.c`."""
+    """The canonical form of a key path: `a.b[0].c` becomes `a.b.0.c`."""
     return re.sub(r"\[(\d+)\]", r".\1", key)
 
 
 def display(key: str) -> str:
-    """`a.b.0.c` as `a.b[0].c`, the form that people read."""
+    """The displayed form of a key path: `a.b.0.c` becomes `a.b[0].c`."""
     return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", key)

@@ -1,12 +1,12 @@
 """How user code reaches processes that cannot see the user's folders.
 
-`gather` follows the imports of the run's modules through the user's own files (nothing is run) and
-takes along the folders that they are imported from. `write_bundle` copies these into one folder, in
-which every file keeps its whole path: Ray's `py_modules` carries it. `arrive` imports from there,
-before anything of the same name. On one machine the manifest leads to the files in place.
+`gather` follows the imports of the run's modules through the user's files, without running them,
+and collects the folders that they are imported from. `write_bundle` copies these into one folder in
+which every file keeps its absolute path; Ray's `py_modules` carries it. `arrive` makes the user's
+modules importable from there, ahead of others of the same name. On one machine nothing is copied.
 
-Installed is the standard library, whatever lies in `site-packages` or `dist-packages`, and this
-package. All else is the user's, also what `pip install -e` installed: only this machine has it.
+The standard library, everything in `site-packages` or `dist-packages`, and this package count as
+installed. All else is the user's, including what `pip install -e` linked: only this machine has it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
 
-VARIABLE = "AFLOW_TUNE_SHIPMENT"  # the bundle's name, on `sys.path`, or a manifest's path
+VARIABLE = "AFLOW_TUNE_SHIPMENT"  # the name of a bundle on `sys.path`, or a manifest's path
 MANIFEST = "manifest.json"
 MAIN = "__main__"
 MOST_FILE_BYTES = 64 * 2**20
-MOST_FOLDER_BYTES, MOST_FOLDER_FILES = 32 * 2**20, 2000  # up to here it travels whole
+MOST_FOLDER_BYTES, MOST_FOLDER_FILES = 32 * 2**20, 2000  # a larger folder is not sent whole
 
 _PREFIX, _FILES, _MARK = "aflow_tune_shipment_", "files", ".aflow-tune"
 _KEYS = (
@@ -51,21 +51,21 @@ _ENVIRONMENT_MARKS = {"pyvenv.cfg", "conda-meta"}
 
 @dataclass
 class Code:
-    """What of the user's has to travel, and what has to be there."""
+    """What has to be sent of the user's code, and what has to be installed or set."""
 
     modules: dict[str, Path] = field(default_factory=dict)
-    """The user's modules by name: their files, or `__init__.py`."""
+    """The user's modules by name: their files (`__init__.py` of a package)."""
     folders: dict[Path, set[Path]] = field(default_factory=dict)
-    """Folders that these are imported from; for each the packages and files in it that are."""
+    """Folders that these are imported from, with the packages and files imported from each."""
     files: set[Path] = field(default_factory=set)
     needs: dict[str, str] = field(default_factory=dict)
-    """Installed top-level packages to where they are imported, `file:line`."""
+    """Installed top-level packages, with the `file:line` that imports each."""
     variables: set[str] = field(default_factory=set)
-    """Environment variables of this process that the code names."""
+    """Environment variables, set in this process, whose names stand in the code."""
     warnings: list[str] = field(default_factory=list)
 
     def take(self, path: Path, stays: LeftOut) -> None:
-        """Let a file, or what travels of a folder, go along."""
+        """Add a file, or the files of a folder that may be sent."""
         found = files_below(path, stays) if path.is_dir() else [(path, path.stat().st_size)]
         for file, size in found:
             if os.access(file, os.R_OK) and str(file).isprintable() and size <= MOST_FILE_BYTES:
@@ -76,8 +76,8 @@ class Code:
 
 
 class LeftOut:
-    """What stays because somebody said so: `folders`, and `patterns` as in `runtime_env.exclude`:
-    paths from here (`data/raw`), or names with a `*` and without a slash, wherever they lie."""
+    """What is not sent: `folders`, and `patterns` as in `runtime_env.exclude`: paths relative to
+    the current folder (`data/raw`), or names with a wildcard and no slash, which match anywhere."""
 
     def __init__(self, folders: Iterable[Path] = (), patterns: Iterable[str] = ()) -> None:
         self._names = [name for name in patterns if "/" not in name and set("*?[") & set(name)]
@@ -96,16 +96,16 @@ def gather(
     include: Iterable[Path] = (),
     stays: LeftOut | None = None,
 ) -> Code:
-    """What the modules of these dotted names (`__main__`: functions of it are sent by value) need
-    on another machine. `texts`: in what is sent by value; names of variables may be among them.
-    `include`: travels although nothing imports it. BadInput: something of that is not there."""
+    """What these modules, by dotted name, need on another machine. `__main__` stands for functions
+    that are pickled by value, `texts` for the strings in them, which may name environment
+    variables. `include`: sent although nothing imports it. BadInput: a path of it is missing."""
     code, stays = Code(variables={*texts} & os.environ.keys()), stays or LeftOut()
     _follow(code, modules)
-    here = Path.cwd()  # code finds its data from there
+    here = Path.cwd()  # code opens its data relative to it
     if any(folder.is_relative_to(here) for folder in code.folders):
         code.folders.setdefault(here, set())
     for folder, own in code.folders.items():
-        # One more than is allowed tells that it is too large; the rest need not be looked at.
+        # One file more than allowed shows that it is too large; do not walk the rest.
         sizes = [size for _, size in islice(files_below(folder, stays), MOST_FOLDER_FILES + 1)]
         small = sum(size for size in sizes if size <= MOST_FILE_BYTES) <= MOST_FOLDER_BYTES
         whole = small and len(sizes) <= MOST_FOLDER_FILES
@@ -126,7 +126,7 @@ def gather(
 
 
 def _follow(code: Code, modules: Iterable[str]) -> None:
-    """Note the user's modules among these, and those that their files import."""
+    """Add to `code` the user's modules among these and, recursively, those that they import."""
     read: set[Path] = set()
     waiting = [(name, "") for name in sorted(set(modules), reverse=True)]
     while waiting:
@@ -136,7 +136,7 @@ def _follow(code: Code, modules: Iterable[str]) -> None:
             file, package = _file_of(name)
             if file is None:
                 continue
-            own = file.is_file() and not is_installed(file)  # what is in an archive is nobody's
+            own = file.is_file() and not is_installed(file)  # not a file: inside an archive
             if not own and not name.startswith("_aflow_tune_") and name != MAIN:
                 if where and parts[0] not in {"aflow_tune", *sys.stdlib_module_names}:
                     code.needs.setdefault(parts[0], where)
@@ -152,10 +152,10 @@ def _follow(code: Code, modules: Iterable[str]) -> None:
 
 
 def _file_of(name: str) -> tuple[Path | None, str]:
-    """The file of a module and its package, '' for none; no file where it has none."""
+    """The file of a module (None if it has none) and its package ('' if it is in none)."""
     if name == MAIN:
         module: Any = sys.modules[MAIN]
-        file = getattr(module, "__file__", None) or "notebook"  # stands for its folder
+        file = getattr(module, "__file__", None) or "notebook"  # only its folder is used
         return Path(file).absolute(), str(getattr(module, "__package__", None) or "")
     spec = find_module(name)
     if spec is None or spec.origin in (None, "built-in", "frozen", "namespace"):
@@ -165,11 +165,11 @@ def _file_of(name: str) -> tuple[Path | None, str]:
 
 
 def _imports(file: Path, package: str, variables: set[str]) -> list[tuple[str, str]]:
-    """The absolute names that a file imports, with the place where it cannot do without; adds to
-    the environment variables that it names."""
+    """The absolute names that a file imports, each with `file:line`, or '' if the import is
+    conditional. Adds the environment variables that the file names to `variables`."""
     try:
         waiting: list[tuple[ast.AST, bool]] = [(ast.parse(file.read_bytes()), True)]
-    except (SyntaxError, ValueError, OSError, RecursionError):  # importing it tells
+    except (SyntaxError, ValueError, OSError, RecursionError):  # reported when imported
         return []
     found: list[tuple[str, str]] = []
     while waiting:
@@ -188,11 +188,11 @@ def _imports(file: Path, package: str, variables: set[str]) -> list[tuple[str, s
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             variables |= {node.value} & os.environ.keys()
         for name in names:
-            with contextlib.suppress(ImportError):  # it goes above the top: importing tells
+            with contextlib.suppress(ImportError):  # beyond the top package: reported when imported
                 absolute = importlib.util.resolve_name(name, package or None)
                 where = f"{file}:{getattr(node, 'lineno', 0)}" if needed else ""
                 found += [(absolute, where)] if absolute else []
-        # What stands in one of these the file may do without.
+        # Imports inside of these are optional.
         needed = needed and not isinstance(node, (ast.If, ast.Try, ast.With))
         waiting += [(child, needed) for child in ast.iter_child_nodes(node)]
     return found
@@ -201,9 +201,9 @@ def _imports(file: Path, package: str, variables: set[str]) -> list[tuple[str, s
 def files_below(
     folder: Path, stays: LeftOut, above: frozenset[str] = frozenset()
 ) -> Iterator[tuple[Path, int]]:
-    """The files below a folder, with their sizes in bytes, but for `_NEVER` and environments."""
+    """The files below a folder with their sizes in bytes, without `_NEVER` and environments."""
     real = os.path.realpath(folder)
-    if real in above:  # a link that leads back; one to a folder beside it is another name for that
+    if real in above:  # a link to a folder above; other links are followed
         return
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -222,7 +222,7 @@ def files_below(
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """Where this process has, or would find, a module; nothing is imported."""
+    """The spec of a module as this process would import it, without importing anything; or None."""
     top, *rest = name.split(".")
     try:
         spec = importlib.util.find_spec(top)
@@ -237,18 +237,18 @@ def find_module(name: str) -> ModuleSpec | None:
 
 
 def is_installed(path: Path) -> bool:
-    """Whether this absolute path belongs to what is installed."""
+    """Whether this absolute path is installed, as the module docstring defines it."""
     below = any(path.is_relative_to(place) for place in _INSTALLED_FOLDERS)
     return below or bool({*_INSTALLED} & {*path.parts})
 
 
 def holds_keys(name: str) -> bool:
-    """Whether files of this name usually hold keys."""
+    """Whether a file of this name usually holds keys."""
     return any(fnmatch.fnmatch(name, never) for never in _KEYS)
 
 
 def manifest_of(code: Code) -> bytes:
-    """What `arrive` has to know."""
+    """The JSON that `arrive` reads: modules, folders for `sys.path`, roots, current folder."""
     importing = dict.fromkeys(Path(entry or ".").absolute() for entry in sys.path)
     own = [folder for folder in importing if folder.is_dir() and not is_installed(folder)]
     told = {
@@ -266,9 +266,9 @@ def write_bundle(
     extra: Mapping[str, bytes] | None = None,
     secrets: Mapping[str, str] | None = None,
 ) -> Path:
-    """Copy what was gathered into a new folder of `folder`, named after its content, with `extra`
-    files by name; returns it. `secrets`: values, by the names of their variables, that no file may
-    hold: clusters keep what is uploaded on disk. BadInput: one does, or cannot be read."""
+    """Copy what was gathered, and `extra` files by name, into a folder in `folder` that is named by
+    a hash of the content; returns it. `secrets`: values, by variable, that no file may hold, since
+    clusters keep uploads on disk. BadInput: a file holds one, or cannot be read."""
     faults: list[Fault] = []
     digest = hashlib.sha256()
     growing = folder / f".growing-{os.getpid()}"
@@ -288,11 +288,11 @@ def write_bundle(
         copy = growing / _FILES / str(path).lstrip("/")
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(content)
-        if path.stat().st_mode & 0o100:  # a program that the code starts
+        if path.stat().st_mode & 0o100:  # an executable that the code may start
             copy.chmod(copy.stat().st_mode | 0o100)
     if faults:
         raise BadInput("The code of this run cannot travel to the workers.", faults)
-    # Relative paths of the configuration and the code are from here; archives drop empty folders.
+    # Workers start in the copy of the current folder; archives drop empty folders.
     here = growing / _FILES / str(Path.cwd()).lstrip("/")
     here.mkdir(parents=True, exist_ok=True)
     (here / _MARK).touch()
@@ -305,7 +305,7 @@ def write_bundle(
 def secrets_in(
     content: bytes, secrets: Mapping[str, str], where: str, cure: str
 ) -> Iterator[Fault]:
-    """A fault for every secret whose value is among these bytes; the value is not shown."""
+    """A fault for each secret whose value is in `content`; the value is not shown."""
     for name, value in sorted(secrets.items()):
         if value.encode() in content:
             yield Fault(where, "no keys: clusters keep what is sent", f"the value of {name}", cure)
@@ -313,19 +313,19 @@ def secrets_in(
 
 @dataclass
 class Arrival(importlib.abc.MetaPathFinder):
-    """A shipment in this process; finds the user's top-level modules."""
+    """A shipment that this process has taken in; finds the user's top-level modules."""
 
     base: Path | None
-    """Where the files' former paths begin; None where they lie in their own places."""
+    """The folder below which files keep their absolute paths; None if they were not copied."""
     modules: dict[str, str]
-    """Top-level ones with their files."""
+    """Top-level modules with their files on the user's machine."""
     folders: list[str]
     roots: list[str]
     cwd: str
     conflicts: list[str] = field(default_factory=list)
 
     def here(self, path: str) -> str:
-        """Where a file or folder of the user's machine lies here."""
+        """The path here of a file or folder of the user's machine."""
         return path if self.base is None else str(self.base / path.lstrip("/"))
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -340,8 +340,8 @@ _arrived: Arrival | None = None
 
 
 def arrive(shipment: str | None = None) -> Arrival | None:
-    """Make the shipment that this process is told of importable; None where there is none.
-    FileNotFoundError: it is named, but not to be found."""
+    """Make a shipment (None: the one that `VARIABLE` names) importable, once per process; returns
+    None if there is none. FileNotFoundError: it is named, but cannot be found."""
     global _arrived
     shipment = shipment or os.environ.get(VARIABLE)
     if not shipment or _arrived is not None:
@@ -368,8 +368,8 @@ def arrive(shipment: str | None = None) -> Arrival | None:
 
 
 def arrived() -> Arrival | None:
-    """The shipment of this process, if there is one. BadInput: a module of the user's has the name
-    of one that this worker had loaded already."""
+    """The shipment of this process, or None. BadInput: this worker had already loaded a module with
+    the name of one of the user's."""
     for found in conflicts():
         where, title = f"process {os.getpid()}", "A worker had loaded modules with your names."
         raise BadInput.of(title, where, "your modules", found, "rename your module")
@@ -382,13 +382,13 @@ def is_submitted() -> bool:
 
 
 def conflicts() -> list[str]:
-    """What this process had imported under the names of the user's modules before they came."""
+    """Modules of the same names that this process had imported before the shipment, in words."""
     return [] if _arrived is None else list(_arrived.conflicts)
 
 
 def travelled(named: str) -> str:
-    """A path of the settings, or `path/file.py:name`, as it is called here: in a submitted job what
-    travelled lies elsewhere than on the user's machine."""
+    """A path of the settings, or `path/file.py:name`, as it is here: in a submitted job what was
+    sent has another path than on the user's machine. BadInput: as `arrived`."""
     file, colon, name = named.rpartition(":") if ".py:" in named else (named, "", "")
     arrival, path = arrived(), os.path.normpath(os.path.expanduser(file))
     if arrival is None or arrival.base is None or not path.startswith("/"):
@@ -399,5 +399,5 @@ def travelled(named: str) -> str:
 
 
 def path_here(path: str) -> Path:
-    """As `travelled`."""
+    """`travelled`, for a path without a name."""
     return Path(travelled(path))

@@ -1,8 +1,8 @@
 """What happened inside one rollout: model calls, operators, programs run in the sandbox.
 
-One `Trace` travels with a traced rollout in a context variable; outside of one `note` does nothing.
-Events hold names, counts and outcomes, never keys, and no text but the reason of a failure. An
-event's `caller` is the path that `context.caller` had opened, `Operator.instance` within operators.
+A traced rollout has one `Trace` in a context variable; outside of one `note` does nothing. Events
+hold names, counts and outcomes, never API keys, and no text except the reason of a failure. An
+event's `caller` is the path of open `context.caller` blocks; an operator opens `Operator.instance`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import TypeVar
 from aflow_tune.context import current_caller, within
 
 POLICY = "policy"
-"""The role of the model that is tuned."""
+"""The role of the model being tuned."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened. `started` and `seconds` are of the monotonic clock."""
+    """Something that happened. `started` is a time of the monotonic clock, `seconds` a duration."""
 
     caller: str = field(default_factory=current_caller)
     started: float = 0.0
@@ -33,8 +33,8 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCall(Event):
-    """One call of a model, retries included. `cost` is in US dollars, None where the price is not
-    known. `failure` is None where an answer came, else a word such as 'rate_limited'."""
+    """One model call, retries included. `cost` is in US dollars, None if the price is unknown.
+    `failure` is None if the call was answered, else a word such as 'rate_limited'."""
 
     role: str
     model: str
@@ -59,7 +59,7 @@ class OperatorCall(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramRun(Event):
-    """One program run in the sandbox: how it ended, and at which level of the sandbox."""
+    """One program run in the sandbox: the level of isolation, and how it ended."""
 
     level: str
     outcome: str
@@ -72,7 +72,7 @@ class Trace:
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[Trace]:
-        """For the current context and everything it starts."""
+        """Collect the events of the current context and of everything it starts."""
         with within(_trace, self):
             yield self
 
@@ -80,7 +80,7 @@ class Trace:
         return [event for event in self.events if isinstance(event, kind)]
 
     def metrics(self) -> dict[str, float]:
-        """Counts for a rollout's metrics: operator outcomes, program outcomes, cost by role."""
+        """Metrics of the rollout: outcomes of operators and programs, cost by role in USD."""
         numbers: Counter[str] = Counter()
         for use in self.of(OperatorCall):
             numbers[f"operator/{use.operator}/{use.outcome}"] += 1
@@ -89,7 +89,7 @@ class Trace:
         found = {name: float(count) for name, count in numbers.items()}
         for call in self.of(ModelCall):
             name = f"unpriced_calls/{call.role}" if call.cost is None else f"cost/{call.role}"
-            # Every rollout calls the policy; that it has no price is no news.
+            # Every rollout calls the policy, which usually has no price: do not report that.
             if call.cost is not None or call.role != POLICY:
                 found[name] = found.get(name, 0.0) + (1.0 if call.cost is None else call.cost)
         return found

@@ -1,7 +1,7 @@
-"""`tune()` and its sisters: wiring, from a function and a YAML to a model that was evaluated.
+"""`tune()` and the other entry points: from a function and a YAML to a trained, evaluated model.
 
-What each step does lives in its own room. Everything here stops in order at the first Ctrl-C or
-SIGTERM, which raises Interrupted where there is something to resume.
+This module only connects the steps; each is implemented in its own package. The first Ctrl-C or
+SIGTERM asks everything here to save and stop; it raises Interrupted if there is a state to resume.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def tune(
 
     Raises:
         BadInput: function, configuration or data were refused; nothing was started.
-        AlreadyFinished: the run folder holds this very run, finished.
+        AlreadyFinished: the run folder holds a finished run of this configuration.
         RunFailed: training stopped before its target.
         Interrupted, BudgetReached: the state is saved and the same call resumes.
     """
@@ -101,8 +101,8 @@ def run_config(
 
 
 def resume_run(folder: Path, overrides: Sequence[str] = ()) -> TuneResult:
-    """Run the command once more that began the run in `folder` (a stage's means its chain), with
-    `overrides` added. Raises as `tune()`; BadInput: no command began a run there."""
+    """Repeat the command that started the run in `folder` (for a stage: its whole chain), with
+    `overrides` added. Raises as `tune()`; BadInput also if no command started a run there."""
     from aflow_tune.runs.folder import command_of
 
     config, began, inline, cwd = command_of(folder, overrides)
@@ -113,12 +113,12 @@ def resume_run(folder: Path, overrides: Sequence[str] = ()) -> TuneResult:
 def run_loaded(
     config: AflowConfig, workflow_func: Function | None, judge_func: Function | None
 ) -> TuneResult:
-    """Tune with a configuration that was read elsewhere. Raises as `tune()`."""
+    """Tune with a configuration that is already loaded. Raises as `tune()`."""
     return with_stop(lambda stop: _execute(config, workflow_func, judge_func, None, stop))
 
 
 def validate_config(config_path: Path, overrides: Sequence[str] = ()) -> ValidationReport:
-    """Everything that can be checked without starting or fetching anything."""
+    """Check whatever can be checked without starting or fetching anything."""
     from aflow_tune.config.quiet import quiet
 
     quiet()
@@ -138,11 +138,11 @@ def harvest_config(
     phase: Phase = print,
 ) -> HarvestSummary:
     """Collect pairs of a problem and a graph that solves it, with the writer of a YAML. Raises as
-    `run_harvest`.
+    `prepare_harvest` and `run_harvest`.
 
     Args:
-        sources, runs, limit: in place of those of the section `harvest`; None or empty: as
-            there. Runs are a source beside the others.
+        sources, runs, limit: override the section `harvest`; None or empty: as there. `runs`
+            also adds the source "runs".
         out: where the pairs go; None: `harvested/sft.jsonl` in the run folder.
     """
 
@@ -198,9 +198,9 @@ def _execute(
 
 
 def with_stop(work: Callable[[Stop], T]) -> T:
-    """Run `work` so that Ctrl-C and SIGTERM ask it to stop and a second one ends it at once. Inside
-    a running event loop (a notebook) it gets a thread of its own; there the interrupt arrives in
-    this thread as an exception."""
+    """Run `work` so that Ctrl-C or SIGTERM asks it to stop; a second one raises KeyboardInterrupt.
+    Inside a running event loop (a notebook) `work` runs in a thread of its own, and Ctrl-C, however
+    often, only asks it to stop."""
     from aflow_tune.config.quiet import quiet
 
     quiet()
@@ -231,7 +231,7 @@ def _signals(asked: threading.Event) -> Iterator[None]:
         text = "\nstopping after the step under way; once more to stop at once"
         try:
             print(text, flush=True)
-        except RuntimeError:  # this thread is in the middle of a print: its buffer is taken
+        except RuntimeError:  # the signal interrupted a print, which holds the buffer
             os.write(sys.stdout.fileno(), f"{text}\n".encode())
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

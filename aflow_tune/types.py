@@ -1,6 +1,6 @@
-"""The vocabulary shared by all rooms: what workflows return and what a run hands back.
+"""Types shared by all packages: what workflows and judges return, and what a run returns.
 
-Light on purpose: importing this module imports neither torch nor Trinity.
+Importing this module imports neither torch nor Trinity.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class JudgeOutput:
 
 
 class Failure(StrEnum):
-    """Why one run of a workflow produced no experience. The value is the metric's name."""
+    """Why a rollout failed, and is not trained on. The value names the metric `failure/VALUE`."""
 
     RAISED = "raised"
     RETURNED_NONE = "returned_none"
@@ -45,7 +45,7 @@ class Failure(StrEnum):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One saved state: `path` holds it whole, written atomically."""
+    """One checkpoint: `path` is its complete folder, written atomically."""
 
     step: int
     path: Path
@@ -53,7 +53,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What `tune()` returns when the trainer reached its target step."""
+    """What `tune()` returns once the trainer has reached its target step."""
 
     run_dir: Path
     steps_done: int

@@ -1,14 +1,14 @@
-"""What our adapter adds to a model call, against a bare OpenAI client.
+"""The time that our adapter adds to a model call, against a bare OpenAI client.
 
     python benchmarks/adapter_overhead.py [--calls 400] [--tokens 64]
 
 A scripted server in a process of its own answers at once with a fixed reply of `--tokens`
-tokens, with token ids and log-probabilities. In the same process and run, in turn: the bare
+tokens, with token ids and logprobs. In the same process, in turn: the bare
 `openai.AsyncOpenAI` client, the same client under AgentScope's chat model, and a workflow in
 Trinity's run loop under our adapter, which calls AgentScope's chat model. All send the same
-request, one call after the other and sixteen at a time. Printed are medians over rounds; the
-target is at most 1 ms of wall time a call between the first and the last. On a machine that is
-busy otherwise only the CPU time means anything.
+request, one call after the other and sixteen at a time. Prints medians over rounds; the target
+is at most 1 ms of wall time a call more than the bare client. On a busy machine only the CPU
+time is meaningful.
 """
 
 from __future__ import annotations

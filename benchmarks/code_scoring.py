@@ -1,11 +1,11 @@
-"""How fast programs are graded: the reference solutions of HumanEval or MBPP, in the sandbox.
+"""The speed of grading programs: the reference solutions of HumanEval or MBPP, in the sandbox.
 
     python benchmarks/code_scoring.py [--data FILE.jsonl] [--benchmark humaneval] [--json]
 
-Each program is graded by both rules, as `aflow-tune score` does: in one sandboxed process with
-its tests, and, as these are right, in one apart from theirs. The first round builds the wall and
-the pool and is given apart. Aim: the 33 rows of humaneval_validate within 5 s on
-two cores.
+Each program is graded by both rules, as `aflow-tune score` does: in one sandboxed process together
+with its tests and, as these programs are right, in one apart from the tests. The first round also
+sets up the sandbox and its pool and is reported separately. Target: the 33 rows of
+humaneval_validate within 5 s on two cores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def timed(benchmark: Benchmark, rows: list[dict[str, Any]]) -> tuple[float
 
 
 async def measure(benchmark: Benchmark, rows: list[dict[str, Any]], rounds: int) -> dict[str, Any]:
-    """The first round and the others, in seconds."""
+    """Seconds of the first round and of the others, with facts about the machine."""
     first, scores = await timed(benchmark, rows)
     warm = [(await timed(benchmark, rows))[0] for _ in range(rounds)]
     return {

@@ -1,13 +1,13 @@
-"""How long `aflow-tune doctor` takes: the machine alone, a configuration, a cluster and keys.
+"""How long `aflow-tune doctor` takes: the machine alone, a configuration with keys, a cluster.
 
     python benchmarks/doctor_speed.py [--rounds 3] [--cluster]
 
-Each is a process of its own, from its start to its end. `imports` is what the same interpreter
-needs to import Trinity and Ray alone: whatever looks at a configuration pays that. The keys are
-those of a local server that speaks OpenAI's and Anthropic's list of models. `--cluster` starts a
-Ray of two nodes on this machine first, and names it in the configuration. Printed are seconds of
-wall clock and of processor time, medians over rounds, and how busy the machine was. The targets
-are 5 s for the machine and 20 s with cluster and keys; exit code 1: one is missed.
+Each is a process of its own, timed from start to end. `imports` is the time in which the same
+interpreter imports Trinity and Ray, which every check of a configuration needs. The keys are for a
+local server with the model lists of OpenAI and Anthropic. `--cluster` starts a Ray of two nodes on
+this machine and names it in the configuration. Prints seconds of wall clock and of processor time,
+medians over rounds, and the load of the machine. The targets are 5 s for the machine and 20 s for
+each of the others; exit code 1: one is missed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Models(BaseHTTPRequestHandler):
 
 @contextmanager
 def models() -> Iterator[list[str]]:
-    """Overrides that name models of both protocols on a local server."""
+    """Settings for models of both protocols on a local server."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Models)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"

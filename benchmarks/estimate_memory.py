@@ -1,12 +1,12 @@
-"""Is `aflow-tune estimate` right? Real runs of the local engines, estimated and measured.
+"""The error of `aflow-tune estimate`: real runs of the local engines, estimated and measured.
 
     python benchmarks/estimate_memory.py                  every case, inline and through Ray
     python benchmarks/estimate_memory.py --only tiny          cases whose name holds 'tiny'
     python benchmarks/estimate_memory.py --inline --json out.json
 
-Each case is a small project: a workflow of two calls, a configuration, one model. It is estimated
-by the command, then run by the command for three steps; the largest memory of its process tree
-(shared pages divided among their sharers) is compared. Ends with 1 if any is off by more than 20%.
+Each case is a small project: a workflow of two calls, a configuration, one model. The command
+estimates it, then runs it for three steps; compared is the peak memory of the run's process tree
+(shared pages divided among their sharers). Exit code 1 if any is off by more than 20%.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def two_calls(task: Dict, model: TrinityChatModel) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration. `rank` None trains the full weights; `remarks` lengthen the prompts."""
+    """One configuration. `rank` None: train the full weights. `remarks` lengthen the prompts."""
 
     name: str
     model: str
@@ -106,7 +106,7 @@ class Outcome:
 
     @property
     def error(self) -> float:
-        """Relative; above 0: estimated too much."""
+        """Relative; above 0: the estimate is too high."""
         return (self.estimated - self.measured) / self.measured
 
 
@@ -121,7 +121,7 @@ def write_project(case: Case, root: Path, inline: bool) -> Path:
     if model == "tiny":
         model = str(write_tiny_model(root / "tiny"))
     else:
-        resolve_model(model)  # without its tokenizer an estimate knows only the limits
+        resolve_model(model)  # an estimate without the tokenizer has only the limits
     (root / "flow.py").write_text(WORKFLOW.format(remarks=case.remarks))
     rows = [json.dumps({"question": f"What is {n} + {n + 1}?"}) for n in range(64)]
     (root / "train.jsonl").write_text("\n".join(rows) + "\n")
@@ -167,7 +167,7 @@ def write_project(case: Case, root: Path, inline: bool) -> Path:
 
 
 def estimated_bytes(config: Path) -> float:
-    """The whole process tree's memory, by the command."""
+    """The estimate of the process tree's memory, from the command."""
     command = [sys.executable, "-m", "aflow_tune.cli", "estimate", str(config), "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode not in (0, 1):
@@ -176,8 +176,8 @@ def estimated_bytes(config: Path) -> float:
 
 
 def run_measured(command: Sequence[str], folder: Path) -> tuple[int, float, str]:
-    """Run a command; its exit code, the largest memory of its process tree in bytes, and what it
-    printed. Shared pages are divided among their sharers where that is known (Linux)."""
+    """Run a command; returns its exit code, the peak memory of its process tree in bytes, and its
+    output. Shared pages are divided among their sharers where that is known (Linux)."""
     peak = 0.0
     with (folder / "output.txt").open("w+", errors="replace") as output:
         process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -193,15 +193,15 @@ def run_measured(command: Sequence[str], folder: Path) -> tuple[int, float, str]
                     process.wait(0.5)
         finally:
             if process.poll() is None:
-                process.terminate()  # its own handler saves and takes its Ray down
+                process.terminate()  # its handler saves and shuts down its Ray
                 process.wait()
         output.seek(0)
         return process.returncode, peak, output.read()
 
 
 def measured_bytes(config: Path, root: Path) -> float:
-    """The largest memory of the process tree of the run itself."""
-    own = "cluster.ray_address=local"  # the memory of another Ray is not in our process tree
+    """The peak memory of the run's process tree."""
+    own = "cluster.ray_address=local"  # another Ray is not in our process tree
     command = [sys.executable, "-m", "aflow_tune.cli", str(config), own]
     code, peak, output = run_measured(command, root)
     if code:
@@ -210,7 +210,7 @@ def measured_bytes(config: Path, root: Path) -> float:
 
 
 def main() -> int:
-    """Run the cases and print the table; 1 if one is further off than allowed."""
+    """Run the cases and print the table; returns 1 if an error is larger than allowed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--inline", action="store_true", help="not through Ray")

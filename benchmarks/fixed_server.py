@@ -1,5 +1,5 @@
-"""A server that answers every request with the same bytes, at once or after a fixed time; for
-benchmarks."""
+"""For benchmarks: a server that answers every request with the same bytes, at once or after a
+fixed time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def completion(choice: dict[str, Any], tokens: int, **more: Any) -> dict[str, An
 
 
 def policy_answer(tokens: int) -> dict[str, Any]:
-    """What a policy's server answers: `tokens` tokens with their ids and log-probabilities."""
+    """The answer of a policy's server: `tokens` tokens with their ids and logprobs."""
     scores = [{"token": "7", "logprob": -0.5, "bytes": [55], "top_logprobs": []}] * tokens
     choice = {
         "message": {"role": "assistant", "content": "7" * tokens},

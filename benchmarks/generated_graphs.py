@@ -1,8 +1,8 @@
-"""Written graphs by a seeded generator: varied, valid, in the style of AFlow's users.
+"""A seeded generator of varied, valid graphs in the style that AFlow's users write.
 
-Each is a few steps over texts and lists of texts: drafts, ensembles, reviews, programs, branches,
-loops of known length, helper methods, asyncio.gather. `fault` puts one mistake into a graph, of
-the kinds that models make.
+Each has a few steps over texts and lists of texts: drafts, ensembles, reviews, programs, branches,
+bounded loops, helper methods, asyncio.gather. `FAULTS` are replacements that put a mistake of the
+kinds that models make into a graph's code.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ FAULTS: tuple[tuple[str, str, str], ...] = (
     ("syntax", "async def __call__(", "async def __call__(("),
     ("shape", "class Workflow", "class Flow"),
 )
-"""Kind of refusal, and which text becomes which."""
+"""(kind of refusal, text, its replacement)."""
 
 
 class Generator:
-    """One graph after the other from one seed."""
+    """Generates one graph after the other from one seed."""
 
     def __init__(self, seed: int, *, programs: bool = True) -> None:
         self.random = random.Random(seed)

@@ -1,13 +1,12 @@
-"""What running a graph adds to calling its operators directly, its code behind the wall.
+"""The time that running a graph in the sandbox adds to calling its operators directly.
 
     python benchmarks/graph_overhead.py [--runs 30] [--policy auto] [--json]
 
-A scripted model answers at once. A graph that calls Custom so often is run, and its operators
-are called the same way without a graph; the difference is the overhead. It is measured warm,
-with a sandbox waiting, as between two runs whose models take their time; the machine's other
-work is in it, so the median and the quarter of the runs that were fastest are both printed.
-Beside them stand a trusted graph, which has no sandbox, and graphs run as fast as they come,
-when each has to wait for a new process to start.
+A scripted model answers at once. A graph with 1, 5 or 20 calls of Custom is run, and the operator
+is called as often without a graph; the difference is the overhead. It is measured with a sandbox
+that is already started, as when models take time between two graphs. It includes other load on the
+machine, so both the median and the lower quartile are printed. For comparison: a trusted graph,
+which has no sandbox, and graphs without a pause, each of which waits for a new process.
 
 The target, sandbox warm: at most 10 ms and 1 ms a call.
 """
@@ -32,7 +31,7 @@ from aflow_tune.operators import Custom
 BASE_MS, CALL_MS = 10.0, 1.0
 CALLS = (1, 5, 20)
 REFILL_SECONDS = 0.4
-"""Between two warm runs: time for another sandbox to be started."""
+"""Pause between two warm runs, in which another sandbox starts."""
 PROBLEM = "A farmer has 17 sheep and buys 25 more. How many sheep are there now? " * 4
 CODE = """\
 class Workflow:
@@ -48,19 +47,19 @@ class Workflow:
 
 
 def model() -> ScriptedModel:
-    """Answers at once."""
+    """A model that answers at once."""
     return ScriptedModel(lambda _: "There are 42 sheep.")
 
 
 async def milliseconds(work: Callable[[], Awaitable[Any]]) -> float:
-    """Wall time of one use."""
+    """Wall time of one call of `work`."""
     started = time.perf_counter()
     await work()
     return 1000 * (time.perf_counter() - started)
 
 
 async def direct(calls: int) -> None:
-    """The operators of the graph without it."""
+    """Call the graph's operator `calls` times, without the graph."""
     solve = Custom(model(), name="solve")
     for _ in range(calls):
         await solve(input=PROBLEM)
@@ -74,7 +73,7 @@ async def through(graph: Graph, policy: str) -> None:
 
 
 async def measure(calls: int, runs: int, policy: str) -> dict[str, float]:
-    """Milliseconds of overhead of a graph with so many calls."""
+    """Milliseconds of overhead of a graph with this many calls."""
     graph = Graph("benchmark", {"graph.py": CODE.format(calls=calls)})
     trusted = replace(graph, trust=True)
     await through(graph, policy)
@@ -98,13 +97,13 @@ async def measure(calls: int, runs: int, policy: str) -> dict[str, float]:
 
 
 async def repeat(work: Callable[[], Awaitable[Any]], times: int) -> None:
-    """So many uses without a pause."""
+    """Call `work` repeatedly without a pause."""
     for _ in range(times):
         await work()
 
 
 async def main(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All figures."""
+    """All results."""
     found = {str(n): await measure(n, arguments.runs, arguments.policy) for n in CALLS}
     return {"load": os.getloadavg()[0], "cores": os.cpu_count(), "calls": found}
 

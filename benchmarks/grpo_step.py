@@ -3,11 +3,11 @@
     python benchmarks/grpo_step.py --trl /path/to/other-venv/bin/python
 
 Both sides get the same model folder, prompts, group size, number of new tokens (the end token
-is ignored), LoRA, learning rate and number format. Rewards are seeded random numbers, so every
-group is mixed and nothing is skipped. TRL runs in an interpreter of its own
-(`pip install trl==1.16.*` beside torch, transformers and peft), as a child of this process
-that works only when told to: one step of ours, one of TRL's, and so on. Each side's first
-step is a warm-up and is not counted. Gradient checkpointing, on by default in TRL, is off.
+is ignored), LoRA, learning rate and dtype. Rewards are seeded random numbers, so every group is
+mixed and nothing is skipped. TRL runs in an interpreter of its own
+(`pip install trl==1.16.*` beside torch, transformers and peft), as a child of this process that
+waits for its turn: one step of ours, one of TRL's, and so on. The first step of each side is a
+warm-up and is not counted. Gradient checkpointing, on by default in TRL, is off.
 
 Without `--trl` only our side runs. The last line of the output is one JSON object.
 """
@@ -160,9 +160,9 @@ def experiences(prompts: list[list[int]], groups: list[list[Any]], index: int) -
 
 
 def trl_child(args: argparse.Namespace) -> None:
-    """Runs in TRL's interpreter: a step for every line on stdin, its seconds on stdout."""
+    """Runs in TRL's interpreter: makes a step for each line on stdin, writes seconds to stdout."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print goes to stderr
+    os.dup2(2, 1)  # output of libraries goes to stderr
     import tempfile
 
     import torch

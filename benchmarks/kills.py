@@ -2,17 +2,17 @@
 
     python benchmarks/kills.py [--kills 20] [--ray] [--who command|any] [--steps 6] [--seed 0]
 
-A tiny random model is trained without interruption. Then, for each kill, a run in a folder
-of its own is killed at a moment drawn from the whole length of that run, and the same command is
-given until it ends: with a second kill in every third run, so that resuming is killed too. With
-`--who any` and `--ray` the victim is any process of the run: command, explorer, trainer, sampler,
-Ray's own servers.
+A tiny random model is trained without interruption. Then each of `--kills` runs, in a folder of its
+own, is killed at a moment drawn uniformly from the length of the uninterrupted run, and the same
+command is repeated until it succeeds. Every third run is killed a second time, while it resumes.
+With `--who any` and `--ray` the victim is any process of the run: command, explorer, trainer,
+sampler, Ray's own servers.
 
-Checked for each: exit code 0 in the end (5 where the kill came after the result was proven: the
-next command finds a finished run), the same last step, the same tasks in every training
-step, and the same weights bit for bit (by the hashes in the checkpoint's manifest). A command
-that ends by itself with another exit code must say so and leave a state that the next command
-goes on from. Prints a line a run and ends with exit code 1 if one differs.
+Checked for each: exit code 0 in the end (5 if the kill came after the run had finished, so that the
+next command finds a finished run), the same last step, the same tasks in every training step, and
+the same weights bit for bit (by the hashes in the checkpoint's manifest). If a command ends by
+itself with another exit code, the next one must be able to resume. Prints a line a run; exit code 1
+if one differs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from aflow_tune.errors import ExitCode
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_COMMANDS = 6
-"""A run that needs more of them than this does not get anywhere."""
+"""A run that needs more commands than this counts as stuck."""
 WORKFLOW = """
 from typing import Dict
 
@@ -52,7 +52,7 @@ async def letters(task: Dict, model: TrinityChatModel) -> float:
 
 @dataclass(frozen=True)
 class End:
-    """Where a run ended: what must be equal."""
+    """The final state of a run, which must be equal."""
 
     step: int
     tasks: dict[int, list[str]]
@@ -61,7 +61,7 @@ class End:
 
     @classmethod
     def of(cls, run: Path) -> End:
-        """As the run folder has it."""
+        """Read from a run folder."""
         state = json.loads((run / "run.json").read_text())
         tasks: dict[int, list[str]] = {}
         for path in (run / "rollouts").glob("step_*.jsonl"):
@@ -81,7 +81,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kills-") as scratch:
         root = Path(scratch)
         length = options.limit
-        for name in ("cold", "whole"):  # moments are drawn from the length of a warm run
+        for name in ("cold", "whole"):  # the first run warms the caches
             started = time.monotonic()
             code, _ = _command(_project(root / name, options), options, None, draw)
             length = min(length, time.monotonic() - started)
@@ -131,7 +131,7 @@ def _one(
 def _command(
     config: Path, options: argparse.Namespace, moment: float | None, draw: random.Random
 ) -> tuple[int, str]:
-    """Give the command once, and kill it after `moment` seconds; its exit code, and in words."""
+    """Run the command once, killed after `moment` seconds; returns its exit code, and a text."""
     words = [sys.executable, "-m", "aflow_tune.cli", str(config)]
     words += ["cluster.ray_address=local"] if options.ray else ["--inline"]
     log = config.parent / "output.txt"

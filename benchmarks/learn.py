@@ -1,12 +1,12 @@
-"""Does the quickstart learn? One whole command a seed, with its interval, time and memory.
+"""What the quickstart learns: one whole command per seed, with interval, time and memory.
 
     python benchmarks/learn.py                    seeds 0, 1, 2 through Ray
     python benchmarks/learn.py --inline --seeds 0
     python benchmarks/learn.py --ablate RUN_DIR   blanks the prompt of each call in turn
 
-Every number comes from the records that the run itself wrote. Seeds that do not improve are
-printed like the others. An ablation runs the trained model on the held-out items three times
-with the same seeds: as it is, with the first call's prompt blanked, with the second's.
+Scores come from the records of the run itself. Seeds that do not improve are printed like the
+others. An ablation runs the trained model on the held-out items three times with the same sampling
+seeds: unchanged, with the first call's prompt blanked, with the second's.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ HELD_OUT = ROOT / "workflows" / "data" / "three_terms" / "held_out.jsonl"
 
 
 _MEASURED_EVERY = 5
-"""Seconds between two looks at the memory, which cost time where there are many processes."""
+"""Seconds between two memory measurements, which are slow with many processes."""
 
 
 @dataclass
 class Outcome:
-    """One seed. Times in seconds from the start of the command; memory of the process tree."""
+    """One seed. Times are seconds since the start of the command; memory is of the process tree."""
 
     seed: int
     before: float
@@ -64,7 +64,7 @@ class Outcome:
 
 
 def run_command(config: Path, seed: int, root: Path, flags: list[str]) -> tuple[Path, float]:
-    """Run a recipe's command once, as a user would: its new folder under `root`, peak bytes.
+    """Run a recipe's command once; returns its new folder under `root` and the peak bytes.
 
     Raises:
         RuntimeError: it did not exit with 0; its output is in the message.
@@ -136,7 +136,7 @@ def _tree_bytes(pid: int) -> float:
 
 
 def ablate(run_dir: Path) -> dict[str, dict[int, float]]:
-    """Held-out scores of a trained model by item: whole, and with each call's prompt blanked."""
+    """Held-out scores of a trained model by item: as it is, and with each call's prompt blanked."""
     from aflow_tune.context import RolloutContext
     from aflow_tune.contract.plugins import resolve
     from aflow_tune.engines.local.models import load_model, load_tokenizer, pick_device, pick_dtype
@@ -182,7 +182,7 @@ def ablate(run_dir: Path) -> dict[str, dict[int, float]]:
 
 
 def print_ablation(run_dir: Path) -> int:
-    """Print the shares; 0 if each blanked prompt lowers the score with an interval below zero."""
+    """Print the scores; 0 if each blanked prompt lowers the score with an interval below zero."""
     found = ablate(run_dir)
     whole = found.pop("whole")
     print(f"{'whole':22} {sum(whole.values()) / len(whole):.3f}")
@@ -200,7 +200,7 @@ def print_ablation(run_dir: Path) -> int:
 
 
 def main() -> int:
-    """Run the seeds, print the table; 0 if at least two of three intervals exclude zero."""
+    """Run the seeds, print the table; 0 if the intervals of two thirds of them are above zero."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--inline", action="store_true", help="one process without Ray")

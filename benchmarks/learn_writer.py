@@ -1,13 +1,13 @@
-"""Does a small policy learn to write workflows? One whole command a seed, with intervals.
+"""What a small policy learns about writing workflows: one command per seed, with intervals.
 
     python benchmarks/learn_writer.py                   seeds 0, 1, 2
     python benchmarks/learn_writer.py --seeds 0 --json writer.json
-    python benchmarks/learn_writer.py --report RUN_DIR  the numbers of a chain that was run
+    python benchmarks/learn_writer.py --report RUN_DIR  the numbers of an earlier chain
 
-The held-out problems are compared three ways, item by item: GRPO against its own supervised
-start, and both against the fixed default workflow of each problem's type, which the same
-executor runs and the same rules reward. Every number of the policy comes from the records that
-the run itself wrote. Seeds that do not improve are printed like the others.
+Three paired comparisons over the held-out problems: GRPO against its own SFT start, and each of
+them against the fixed default workflow of the problem's type, with the same executor and rewards.
+The policy's numbers come from the records of the run itself. Seeds that do not improve are printed
+like the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HELD_OUT = ROOT / "workflows" / "data" / "two_questions" / "held_out.jsonl"
 STAGE = "grpo"
 FEWEST_STRUCTURES = 4
 AT_ONCE = 16
-"""Default workflows that run side by side: more would only wait for the executor."""
+"""Default workflows that run concurrently; more would only wait for the executor."""
 MEASURES = ("reward", "correct_clean")
 
 
@@ -51,17 +51,17 @@ class Change:
 
 @dataclass
 class Outcome:
-    """One seed. Shares are of the held-out problems; `sft` is the start of GRPO."""
+    """One seed. Shares are of the held-out problems. `sft` is the start of GRPO."""
 
     seed: int
     valid: dict[str, float]
     correct: dict[str, float]
     rewards: dict[str, float]
     structures: dict[str, int]
-    """Distinct structures of valid graphs among the held-out ones, and in training."""
+    """Distinct structures of valid graphs, on the held-out problems and in training."""
     fallbacks: dict[str, dict[int, int]]
     changes: dict[str, Change] = field(default_factory=dict)
-    """By measure and what is compared, such as 'reward: sft to grpo'."""
+    """By measure and comparison, such as 'reward: sft to grpo'."""
     training: list[dict[str, float]] = field(default_factory=list)
     """Share of valid graphs and mean reward of each step."""
     total_seconds: float | None = None
@@ -70,7 +70,7 @@ class Outcome:
 
 
 def outcome_of(run_dir: Path, seed: int, default: dict[str, dict[int, float]]) -> Outcome:
-    """What the records of a chain's GRPO stage say. `default`: scores by measure and item."""
+    """The outcome of a chain, from the records of its GRPO stage. `default`: `default_scores`."""
     stage = run_dir / STAGE
     (evaluations,) = load_evaluations(stage).values()
     ends = {"sft": evaluations[min(evaluations)], "grpo": evaluations[max(evaluations)]}
@@ -125,10 +125,10 @@ def outcome_of(run_dir: Path, seed: int, default: dict[str, dict[int, float]]) -
 
 
 async def default_scores(config_file: Path) -> dict[str, dict[int, float]]:
-    """What the fixed default workflows earn on the held-out rows, by measure and item.
+    """Scores of the fixed default workflows on the held-out rows, by measure and item.
 
-    The recipe's own workflow function runs, with a policy that answers each problem with the
-    default workflow of its type: check, executor, scoring and reward are the same.
+    Runs the recipe's own workflow function with a policy that answers each problem with the
+    default workflow of its type, so check, executor, scoring and reward are the same.
     """
     from aflow_tune.config.load import load_config
     from aflow_tune.config.validate import resolve_functions
@@ -175,7 +175,7 @@ def _mean(items: dict[int, float]) -> float:
 
 
 def print_outcome(outcome: Outcome) -> None:
-    """One seed as text."""
+    """Print one seed."""
     took = (
         ""
         if outcome.total_seconds is None
@@ -203,7 +203,7 @@ def print_outcome(outcome: Outcome) -> None:
 
 
 def main() -> int:
-    """Run the seeds; 0 if GRPO gained on its SFT start in most, with at least 4 structures."""
+    """Run the seeds; 0 if GRPO beat its SFT start in two of three, with 4 structures or more."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--root", type=Path, default=Path("runs/learn_writer"), help="run folders")

@@ -1,14 +1,14 @@
-"""Reward of tool-using agents: task done, right tools, few steps, well timed, well formed.
+"""Reward for tool-using agents: task completed, right tools, few steps, timing, format.
 
 `judge: rewards/agent.py:agent_judge` in a YAML scores the response of a workflow that returns a
-`WorkflowOutput` whose `response` tells what the agent did:
+`WorkflowOutput` whose `response` describes what the agent did:
 
     {"answer": "42", "tool_calls": ["search", {"name": "add", "arguments": {"a": 1}}],
      "steps": 3, "format_errors": 0, "timed_out": false, "completion": 1.0}
 
-All but `tool_calls` and `steps` may be left out. Without `completion` the answer is scored: by
-the benchmark that the row or `rewards.benchmark` names, else against the row's `answer` by the
-strict rule for short answers. Rows have `target_tools` (names) and perhaps `optimal_steps`.
+Only `tool_calls` is required; `steps` defaults to their number. Without `completion` the answer is
+scored: by the benchmark that the row or `rewards.benchmark` names, else against the row's `answer`
+by the strict rule for short answers. Rows have `target_tools` (names) and may have `optimal_steps`.
 Weights and penalties are `rewards.agent` of the configuration. Each part and penalty is logged
 as `agent/NAME`.
 """
@@ -35,8 +35,8 @@ async def agent_judge(task: dict, response: Any, logger: Any = None) -> JudgeOut
     """Scores what an agent did for a row.
 
     Raises:
-        TypeError: the response does not tell what was done.
-        Unscored: whether the task was completed could not be found out.
+        TypeError: the response is no mapping with `tool_calls`.
+        Unscored: whether the answer is right could not be decided.
     """
     if not isinstance(response, Mapping) or "tool_calls" not in response:
         raise TypeError(

@@ -25,14 +25,14 @@ from aflow_tune.trace import Trace, current_trace
 
 
 async def five_part_judge(task: dict, response: Any) -> JudgeOutput:
-    """Scores a response, a text or an AgentScope message, and what the run spent on it.
+    """Scores a response, a text or an AgentScope message, and what the rollout spent on it.
 
     Raises:
-        BadInput: no benchmark is named, or the row is not one of its.
-        Unscored: the strict rule found no verdict; the run counts as failed, not as wrong.
+        BadInput: no benchmark is named, or the row is not one of its rows.
+        Unscored: the strict rule found no verdict; the rollout counts as failed, not as wrong.
     """
     settings, benchmark, answer = reward_settings(), benchmark_of(task), text_of(response)
-    usage = Usage.of(current_trace() or Trace())  # before scoring, which notes its own programs
+    usage = Usage.of(current_trace() or Trace())  # before scoring, which adds its own programs
     scores = await score_both(benchmark, task, answer)
     result = five_part(scored(scores["strict"]), answer, usage, settings.five_part, benchmark.form)
     return JudgeOutput(reward=result.reward, metrics={**logged(scores), **result.metrics()})

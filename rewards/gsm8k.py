@@ -1,8 +1,8 @@
-"""Reward for GSM8K: the number that an answer settles on against the number after `####`.
+"""Reward for GSM8K: an answer's final number against the number after `####`.
 
 `judge: rewards/gsm8k.py:gsm8k_judge` in a YAML scores the response of any workflow that returns
-a `WorkflowOutput`; a workflow that scores itself calls `gsm8k_reward`. Both are the strict rule
-of the scoring room: an answer that keeps several numbers open scores 0.
+a `WorkflowOutput`; a workflow that scores itself calls `gsm8k_reward`. Both apply the strict rule
+of `aflow_tune.scoring`: an answer with several candidate numbers scores 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["gsm8k_judge", "gsm8k_reward", "last_number"]
 
 
 def gsm8k_reward(response: str, truth: str) -> float:
-    """1 if the one number that `response` settles on is the reference's, within 1e-6; else 0.
+    """1 if the single final number of `response` is the reference's, within 1e-6; else 0.
 
     Raises:
         ValueError: the reference has no number, so nothing can be scored.

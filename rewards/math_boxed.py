@@ -1,8 +1,8 @@
-"""Reward for answers in `\\boxed{...}`: equal to the reference as mathematics, by math-verify.
+"""Reward for answers in `\\boxed{...}`: mathematically equal to the reference, by math-verify.
 
 `judge: rewards/math_boxed.py:math_judge` in a YAML scores the response of any workflow that
-returns a `WorkflowOutput`; a workflow that scores itself calls `math_boxed_reward`. Both are
-the strict rule of the scoring room: boxed answers that differ, and lists, score 0.
+returns a `WorkflowOutput`; a workflow that scores itself calls `math_boxed_reward`. Both apply
+the strict rule of `aflow_tune.scoring`: several different boxed answers, and lists, score 0.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def math_boxed_reward(response: str, truth: str) -> float:
     `truth` may be a whole solution that ends in a boxed answer.
 
     Raises:
-        Undecided: the answer is such that no verdict is found; the run counts as failed, not
-            as wrong.
+        ValueError: the reference is empty.
+        Undecided: comparing took too long; the rollout counts as failed, not as wrong.
     """
     return scored(score_strict(response, truth))
 

@@ -1,12 +1,12 @@
 """The quickstart's tasks: sums of three one-digit terms, split so that nothing leaks.
 
-All 729 ordered sums 'a + b + c' with terms 1 to 9 exist once. Two sums are the same question
-if their terms are the same in any order; held-out questions are drawn as whole classes of
-that relation, so no held-out question appears in training in any order of its terms. What is
-not held out: the single additions inside a question (there are only 81 of 'a + b') also occur
-in training questions; the score tells about new questions, not about new additions.
+Each of the 729 ordered sums 'a + b + c' with terms 1 to 9 occurs once. Sums with the same terms in
+another order count as the same question, and whole groups of these are held out, so no held-out
+question appears in training in any order of its terms. Not held out are the single additions inside
+a question: there are only 81 of 'a + b', and they occur in training questions too. The score
+measures new questions, not new additions.
 
-Beside them: a few rows of both for a smoke run, worked examples of single additions for SFT, and
+Also written: a few rows of both for a smoke test, worked examples of single additions for SFT, and
 pairs of a right and a wrong answer for DPO.
 
     python scripts/three_terms_data.py workflows/data/three_terms      writes the shipped files
@@ -26,7 +26,7 @@ HELD_OUT_AT_LEAST = 128
 
 
 def normalised(question: str) -> str:
-    """The question with white space removed and its terms in order: what makes two the same."""
+    """The question without white space and with sorted terms: equal for the same question."""
     return "+".join(sorted(question.replace(" ", "").split("+")))
 
 

@@ -1,12 +1,12 @@
 """The tasks of the recipe in which a small policy writes workflows: sums, capitals, and pairs.
 
 A question asks for the value of an expression, for the capital of a country, or for two such
-things at once, in either order: six kinds. The executor, a frozen SmolLM2-135M, can write a
-program for an expression and knows these capitals if it is shown how to answer, but manages
-neither task in the other's way, and no pair in one call: each kind needs a graph of its own.
+things in either order: six kinds. The executor, a frozen SmolLM2-135M, can write a program for an
+expression and knows these capitals if shown how to answer. It can do neither task in the other's
+way, nor a pair in one call, so each kind needs a graph of its own.
 
-The countries are those whose capital that model completes from two examples (50 of 80 that were
-asked for), so that what is learned is to write workflows and not geography. 15 of them and all
+The countries are those whose capital the model completes from two examples (50 of 80 that were
+tried), so that the policy learns to write workflows and not geography. The 15 countries and all
 expressions of the held-out rows appear in no training row.
 
     python scripts/two_questions_data.py workflows/data/two_questions      writes the files
@@ -22,7 +22,7 @@ from three_terms_data import write_rows
 
 SEED = 20
 ROWS = {"train": 40, "held_out": 18}
-"""Of each kind, as far as there are countries."""
+"""Rows of each kind; fewer capitals if there are not so many countries."""
 HELD_OUT_COUNTRIES = 15
 JOINT = " and what is "
 _KINDS = {
@@ -33,7 +33,7 @@ _KINDS = {
     "sum_capital": ("math", "sc"),
     "capital_sum": ("qa", "cs"),
 }
-"""Problem type of each kind, and what it asks for: s an expression, c a capital."""
+"""Problem type of each kind, and its parts: s an expression, c a capital."""
 _CAPITALS = {
     **{"France": "Paris", "Italy": "Rome", "Germany": "Berlin", "Spain": "Madrid"},
     **{"Portugal": "Lisbon", "Greece": "Athens", "Egypt": "Cairo", "Japan": "Tokyo"},
@@ -104,7 +104,7 @@ def _capital(country: str) -> tuple[str, str]:
 
 
 def _expression(asked: set[str], draw: random.Random) -> tuple[str, str]:
-    """An expression that was not used before, and its value."""
+    """An expression that was not used yet, and its value."""
     while True:
         a, b, c = draw.randint(12, 99), draw.randint(12, 99), draw.randint(2, 99)
         first, second = draw.choice("+-*"), draw.choice("+-")

@@ -1,4 +1,4 @@
-"""A ReAct agent with a calculator: the example that AgentScope users know.
+"""A ReAct agent with a calculator, as in AgentScope's examples.
 
 The agent thinks, calls its tool as often as it likes, and ends with its answer in `\\boxed{}`.
 Nothing here knows the data set: the YAML names the judge that scores the response, such as
@@ -62,7 +62,7 @@ async def calculate(expression: str) -> ToolResponse:
 
 
 def evaluate(node: ast.expr) -> float:
-    """The value of arithmetic, and of nothing else: what a model wrote is never executed."""
+    """The value of an arithmetic expression; other code is refused, never executed."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

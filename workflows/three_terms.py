@@ -17,7 +17,7 @@ from aflow_tune import caller, record_metrics, workflow
 
 FIRST_PROMPT = "{a} + {b}"
 SECOND_PROMPT = "{partial} + {c}"
-# Worked turns show the form; they are the same in every call, so they are computed once.
+# Worked examples show the form. As a prefix of every call they are prefilled once.
 WORKED = [("3 + 4", 7), ("9 + 6", 15), ("12 + 4", 16)]
 
 

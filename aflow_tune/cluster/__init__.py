@@ -1,1 +1,1 @@
-"""Ray: finding, starting and joining one, what is sent to its workers, jobs and machines."""
+"""Ray: joining and starting clusters, code and keys for their workers, jobs, machines."""

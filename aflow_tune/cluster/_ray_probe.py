@@ -1,8 +1,8 @@
-"""Asks a Ray what a run would ask before it starts; `aflow-tune doctor` runs this and may kill it.
+"""Runs the checks of a Ray that a run makes before it starts, as a child process of `doctor`.
 
-Reads a JSON object from stdin (`ask_ray` in `doctor.py` makes it); the last line that it prints is
-one, too: `faults`, each as (where, expected, found, cure), and of a Ray that takes us `nodes` (the
-resources of each), `total` and `available`.
+Reads a JSON object from stdin (written by `doctor.ask_ray`); the last line on stdout is a JSON
+object too: `faults`, each as (where, expected, found, cure), and if the Ray accepts the connection
+`nodes` (the resources of each), `total` and `available`. The parent may kill it at any time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     except BadInput as error:
         answer = {"faults": [(it.where, it.expected, it.found, it.cure) for it in error.faults]}
     print(f"\n{json.dumps(answer)}", flush=True)
-    os._exit(0)  # Ray's own way out waits for a cluster that may be gone
+    os._exit(0)  # Ray's exit handlers wait for a cluster that may be gone
 
 
 def _look(question: dict[str, Any]) -> dict[str, Any]:

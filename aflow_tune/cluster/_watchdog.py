@@ -1,7 +1,7 @@
-"""Waits until the command that started it is gone, then ends the Ray processes it left.
+"""Waits until the command that started it is gone, then ends the Ray processes that it left.
 
-Run as a script of its own, without importing the package. Reads its standard input, a pipe that
-only the command holds open. Linux only; elsewhere a killed command leaves its Ray to `ray stop`.
+Runs as a script of its own, without importing the package. Its standard input is a pipe that only
+the command holds open, so end of file means that the command has ended. Tested on Linux only.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ import sys
 import psutil
 
 Processes = set[psutil.Process]
-"""Known by their start too: a process id that is given again is another process."""
+"""psutil compares processes by id and start time, so a reused id is another process."""
 
 
 def session_processes(marker: str) -> Processes:
-    """The processes of a session: Ray's servers carry its marker in their environment; workers
-    overwrite theirs, and are found as descendants."""
+    """The processes of a session: those with its marker in their environment (Ray's servers), and
+    their descendants (workers, which overwrite their environment)."""
     found: Processes = set()
     everything = [each for each in psutil.process_iter(["ppid"]) if each.pid != os.getpid()]
     for each in everything:
@@ -35,7 +35,7 @@ def session_processes(marker: str) -> Processes:
 
 
 def alive(processes: Processes) -> list[psutil.Process]:
-    """Those of the processes that still run."""
+    """The processes that still run; zombies do not count."""
     running = []
     for each in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -45,8 +45,8 @@ def alive(processes: Processes) -> list[psutil.Process]:
 
 
 def end_session(marker: str, seen: Processes | None = None, spare: int | None = None) -> None:
-    """Terminate every process of the session but `spare`, and those `seen` earlier, whose parents
-    may be gone by now; kill what is left after 3 s."""
+    """Terminate the processes of the session and those `seen` in it earlier, whose parents may be
+    gone by now, except `spare` (a process id); kill what is left after 3 s."""
     processes = {each for each in (seen or set()) | session_processes(marker) if each.pid != spare}
     for number in (signal.SIGTERM, signal.SIGKILL):
         for each in alive(processes):
@@ -56,8 +56,8 @@ def end_session(marker: str, seen: Processes | None = None, spare: int | None = 
 
 
 def main() -> None:
-    """Block until the pipe closes, then end the session. Ray's node server goes down with the
-    command and orphans its agents: so the session's processes are noted once a second before."""
+    """Block until the pipe closes, then end the session. Ray's node server ends with the command
+    and orphans its agents, so the session's processes are recorded once a second until then."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     marker, command = sys.argv[1], os.getppid()
     seen: Processes = set()

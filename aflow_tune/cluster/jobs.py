@@ -1,9 +1,9 @@
-"""`aflow-tune submit`: a run as a job of Ray's job server, and what becomes of it.
+"""`aflow-tune submit`: a run as a job of Ray's job server; sending, following, stopping, listing.
 
-The client needs the address of the cluster's dashboard and nothing else. It checks the run as far
-as it can, and sends the user's code with a payload beside it: the configuration as it was read, and
-the functions. Paths of files that travel are relative to the current folder, in whose copy the job
-starts. The job asks for its keys by printing a public key, and its last line tells how it ended.
+The client needs only the address of the cluster's dashboard. It checks the run as far as it can,
+and sends the user's code with a payload: the configuration as it was read, and the functions. Paths
+of files that travel are relative to the current folder, and the job starts in a copy of that. The
+job asks for its keys by printing a public key; its last line gives its exit code.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ Function = Callable[..., Any]
 ENDED = "aflow-tune: ended with exit code "
 _WANTED = "aflow-tune: send the keys sealed for "
 _PAYLOAD, _NAMES = "job.pickle", "keys.txt"
-_STOP_SECONDS = 240  # to save its state, before Ray kills the job
-_ASKED_SECONDS = 900.0  # until it asks for keys: `runtime_env.pip` is installed before
+_STOP_SECONDS = 240  # for the run to save its state before Ray kills the job
+_ASKED_SECONDS = 900.0  # until the job asks for keys: `runtime_env.pip` is installed first
 _KEYS_SECONDS, _AWAY_SECONDS, _ANSWER_SECONDS = 120.0, 120.0, 15.0
 _POLL_SECONDS = 1.0
 
@@ -59,9 +59,9 @@ _POLL_SECONDS = 1.0
 def prepare_submission(
     config_path: Path, overrides: Sequence[str], folder: Path
 ) -> tuple[AflowConfig, dict[str, Any], list[str], list[str]]:
-    """Check a configuration as far as this machine can, and write what travels into `folder`;
-    returns the configuration, Ray's `runtime_env` of the job, the names of the variables that the
-    job has to be given, and warnings. BadInput: something was refused."""
+    """Check a configuration as far as this machine can, and write what travels into `folder`.
+    Returns the configuration, the job's `runtime_env`, the names of the variables to hand over to
+    the job, and warnings. Raises BadInput with every fault."""
     config = load_config(config_path, overrides)
     functions = workflow, judge = functions_of(config)
     if workflow is not None:
@@ -85,13 +85,13 @@ def prepare_submission(
     refuse_secrets(payload, secrets, "the functions and settings", READ_INSIDE)
     waits = {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_SECONDS)}
     extra = {_PAYLOAD: payload, _NAMES: "\n".join(names).encode()}
-    # The job holds its keys, and says where: they are not asked for in its environment.
+    # No keys variable in its environment: the job gets them here and hands them to its workers.
     environment = runtime_env_of(config, code, folder, waits, False, extra)
     return config, environment, names, code.warnings
 
 
 def _not_to_be_sent(config: AflowConfig) -> Iterator[Fault]:
-    """Settings that mean another thing on another machine, or are keys: the YAML travels."""
+    """Settings that mean something else on another machine, and keys in clear: the YAML travels."""
     where, root = config.positions.where, config.checkpoint_root_dir
     seen = "an absolute path that every node of the cluster sees"
     if not root or not os.path.isabs(root):
@@ -113,13 +113,13 @@ def _not_to_be_sent(config: AflowConfig) -> Iterator[Fault]:
             yield Fault(place, f"a hub id, or {seen}", repr(name), cure)
     for key, value in config.flatten().items():
         if ".headers_env." not in key and masked(key, value) != value:
-            place = where(key).partition("=")[0]  # what was typed holds the value
+            place = where(key).partition("=")[0]  # an override contains the value
             cure = f"take it out and export it, or {NAME_IT}"
             yield Fault(place, "no keys: clusters keep what is sent", "a key in clear", cure)
 
 
 def _data_of(config: AflowConfig, config_path: Path) -> list[Path]:
-    """The YAML, and the files of task sets, graph, writer and harvest."""
+    """The YAML, and the files of data sets, graph, writer and harvest."""
     data = [Path(os.path.abspath(config_path))]
     for _, part in parts_of(config)[0]:
         sets: list[Any] = [taskset for _, taskset, _ in user_tasksets(part)]
@@ -137,12 +137,12 @@ def _data_of(config: AflowConfig, config_path: Path) -> list[Path]:
 
 
 def open_payload() -> tuple[AflowConfig, tuple[Function | None, Function | None]]:
-    """Configuration and functions as the client sent them, with the keys put into this process's
-    environment. RunFailed: this is no submitted job, or the keys did not come."""
+    """In the job: put the keys into this process's environment, and read configuration and
+    functions as the client sent them. RunFailed: not a submitted job, or the keys did not come."""
     arrival = arrive()
     if arrival is None or arrival.base is None:
         raise RunFailed("this is no job that `aflow-tune submit` sent")
-    # Keys first: the user's modules may read them when they are imported, which unpickling does.
+    # Keys first: unpickling imports the user's modules, which may read them.
     if (arrival.base.parent / _NAMES).read_text(encoding="utf-8").split():
         os.environ.update(_receive_keys())
     config, functions = pickle.loads((arrival.base.parent / _PAYLOAD).read_bytes())
@@ -150,7 +150,7 @@ def open_payload() -> tuple[AflowConfig, tuple[Function | None, Function | None]
 
 
 def _receive_keys() -> dict[str, str]:
-    """Ask the client for keys; what comes is deleted from the cluster."""
+    """Ask the client for the keys, and delete its sealed answer from the cluster."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # made in Cython
 
     receiver = keys.Receiver()
@@ -172,28 +172,28 @@ def _package_of(public: str) -> str:
 
 
 class Jobs:
-    """The jobs of one cluster. `address`: the dashboard's, such as http://HEAD:8265, or that of the
-    cluster. None: that of RAY_API_SERVER_ADDRESS, of RAY_ADDRESS, or of the Ray that runs here.
-    BadInput: no job server answers there, or it does not take our token."""
+    """The jobs of one cluster. `address`: of the dashboard, such as http://HEAD:8265, or of the
+    cluster; None: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS, else the Ray that runs on this machine.
+    BadInput: no job server answers there, or it rejects our token."""
 
     def __init__(self, address: str | None = None) -> None:
         use_token()
-        logging.getLogger("ray").setLevel(logging.WARNING)  # it tells of every upload
+        logging.getLogger("ray").setLevel(logging.WARNING)  # it logs every upload
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"ray\.dashboard")
         names = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-        # Popped, as Ray lets them win over the address that it is given.
+        # Removed meanwhile: Ray prefers them to the address that it is given.
         held = {name: os.environ.pop(name) for name in names if os.environ.get(name)}
         address = address or next(iter(held.values()), None) or running_here()
         try:
             if address is None:
                 raise ConnectionError("no Ray runs on this machine")
-            if re.fullmatch(r"[^/\s]+:\d+", address) and not answers(address):  # Ray tries for long
+            if re.fullmatch(r"[^/\s]+:\d+", address) and not answers(address):  # Ray tries minutes
                 raise ConnectionError("no Ray answers there")
             if address.startswith(("http://", "https://")):
-                # Ray's client waits without end for what has the port and is silent.
+                # Ray's client has no timeout for a port that accepts and never answers.
                 requests.get(f"{address.rstrip('/')}/api/version", timeout=_ANSWER_SECONDS)
             self.client = JobSubmissionClient(address)
-        except Exception as error:  # Ray's AuthenticationError has no base of its own
+        except Exception as error:  # Ray's AuthenticationError is a bare Exception
             raise _no_server(address or "--address", " ".join(str(error).split())[:400]) from error
         finally:
             os.environ.update(held)
@@ -201,10 +201,10 @@ class Jobs:
     def submit(
         self, config_path: Path, overrides: Sequence[str], say: Callable[[str], None] = print
     ) -> str:
-        """Check a configuration as far as this machine can, send it, and hand over its keys;
-        returns the job's id. BadInput: it was refused, or other users of this machine, if the
-        cluster is here, could change what is sent; nothing was. RunFailed: the cluster did not take
-        the job, or it ended before it asked for its keys."""
+        """Check a configuration as far as this machine can, send it, hand over its keys, and return
+        the job's id. BadInput: it was refused, or the cluster runs on this machine where other
+        users could change what is sent; nothing was sent. RunFailed: the cluster rejected the job
+        or the keys, or the job did not ask for them."""
         with tempfile.TemporaryDirectory(prefix="aflow-tune-") as folder:
             prepared = prepare_submission(config_path, overrides, Path(folder))
             config, environment, names, warned = prepared
@@ -234,8 +234,8 @@ class Jobs:
         return str(job)
 
     def follow(self, job: str, show: Callable[[str], None]) -> int:
-        """Show a job's log until it ends; returns its exit code. BadInput: there is no such job.
-        RunFailed: the job server was away for too long; the job goes on."""
+        """Show a job's log until it ends, and return its exit code. BadInput: there is no such job.
+        RunFailed: the job server was unreachable for two minutes; the job goes on."""
         self.status(job)
         text, heard, ended = "", time.monotonic(), False
         while not ended:
@@ -257,12 +257,12 @@ class Jobs:
         return int(ExitCode.FAILED if code is None else code)
 
     def stop(self, job: str) -> bool:
-        """Ask a job to save its state and end; False if it had ended before."""
+        """Ask a job to save its state and end; False if it has ended already."""
         self.status(job)
         return bool(self.client.stop_job(job))
 
     def status(self, job: str) -> JobStatus:
-        """Where a job is. BadInput: there is no such job."""
+        """Ray's status of a job. BadInput: there is no such job."""
         try:
             return self.client.get_job_status(job)
         except RuntimeError as error:
@@ -270,7 +270,7 @@ class Jobs:
             raise BadInput.of(title, job, "the id of a job", "unknown", cure) from error
 
     def listed(self) -> list[dict[str, Any]]:
-        """Our jobs, the latest last: id, status, run folder, seconds since the start."""
+        """Jobs of `submit`, latest last: id, status, run folder, seconds run, start (epoch ms)."""
         rows = []
         for info in self.client.list_jobs():
             run = (info.metadata or {}).get("aflow_tune_run")
@@ -288,7 +288,7 @@ class Jobs:
         return sorted(rows, key=lambda row: row["start"])
 
     def _hand_over(self, job: str, names: Sequence[str]) -> None:
-        """Wait until the job asks for keys, and upload them sealed."""
+        """Wait until the job asks for its keys, and upload them sealed."""
         deadline, asked = time.monotonic() + _ASKED_SECONDS, None
         while asked is None:
             log = ""

@@ -1,13 +1,13 @@
-"""Keys reach the workers in memory: from the command's environment to theirs, sealed.
+"""API keys go from the command's environment to that of each worker, encrypted on the way.
 
 Ray logs the environment of a `runtime_env` in clear and shows it in its dashboard. So before a
-worker imports any code of the user's it puts a public key of its own into Ray's internal key-value
-store; the command answers with the keys, sealed for it, and both entries are deleted. A submitted
-job prints its public key instead (`jobs.py`). A Ray of our own has the command's environment.
+worker imports the user's code it puts a public key into Ray's internal key-value store; the command
+answers with the API keys sealed for it, and both entries are deleted. A submitted job prints its
+public key instead (`jobs.py`). Workers of a Ray of our own inherit the command's environment.
 
-Sealed is with X25519, HKDF-SHA256 and ChaCha20-Poly1305, with a key pair of the sender's that is
-used once. Who can read or change the cluster's storage learns nothing from it; who can change what
-a job prints could put a key of their own there: the job server's token guards that.
+A message is sealed with X25519, HKDF-SHA256 and ChaCha20-Poly1305, from a key pair used once.
+Reading the cluster's storage or logs reveals nothing. Whoever can write to the key-value store, or
+change what a job prints, can ask with a public key of their own: the cluster's token guards both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from aflow_tune.shipping import Code
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
 
-VARIABLE = "AFLOW_TUNE_KEYS"  # of workers: the namespace of the run that has keys for them
+VARIABLE = "AFLOW_TUNE_KEYS"  # in workers: the namespace under which they ask for the run's keys
 _TABLE = "aflow-tune"
 _WANTED, _SEALED = "/wanted", "/sealed"
 
@@ -57,7 +57,7 @@ _USUAL = (
     *("SERPAPI_API_KEY", "EXA_API_KEY", "E2B_API_KEY", "LANGSMITH_API_KEY"),
     *("LANGFUSE_SECRET_KEY", "LANGFUSE_PUBLIC_KEY", "LANGFUSE_HOST"),
 )
-"""What clients read by themselves. An address goes with its key, or that went elsewhere."""
+"""What clients read by themselves; a base URL goes with its key, which is for no other server."""
 _OF_VENDORS = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
 _OF_THE_NODE = {
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "TMPDIR", "TEMP", "TMP"),
@@ -78,7 +78,7 @@ _SECRET = re.compile(
 
 
 def names_of_keys(config: AflowConfig, code: Code) -> list[str]:
-    """Variables of this environment that the run's workers get; never what belongs to a node."""
+    """Variables of this process to hand to the run's workers; none that belong to a node."""
     external = config.model.external_model
     named = {*_USUAL, *code.variables, *_named_as_keys(config)}
     named |= {str(external.base_url_env)} if external.enable else set()
@@ -90,8 +90,8 @@ def names_of_keys(config: AflowConfig, code: Code) -> list[str]:
 
 
 def secrets_of(config: AflowConfig, code: Code) -> dict[str, str]:
-    """Those of `names_of_keys` that nothing that is sent may hold, with their values. Of what only
-    the user's code names: what is called a key and has a digit in it."""
+    """Those of `names_of_keys` whose values (of 8 characters or more) must not travel in clear. One
+    that the configuration does not name counts if it is called a key and its value has a digit."""
     named = _named_as_keys(config)
     values = {name: os.environ[name] for name in names_of_keys(config, code)}
     return {
@@ -113,7 +113,7 @@ def _named_as_keys(config: AflowConfig) -> set[str]:
 
 @contextlib.contextmanager
 def handing_over(names: Sequence[str], namespace: str) -> Iterator[None]:
-    """Answer the workers of a namespace with these variables of this process, during the block."""
+    """For the block, give these variables of this process to the workers of a namespace."""
     held, ended = {name: os.environ[name] for name in names}, threading.Event()
     thread = threading.Thread(target=_answer, args=(held, namespace, ended), daemon=True)
     thread.start()
@@ -127,7 +127,7 @@ def handing_over(names: Sequence[str], namespace: str) -> Iterator[None]:
 
 
 def take_keys() -> None:
-    """In a worker: put the run's keys into its environment. TimeoutError: nobody answers."""
+    """In a worker: ask for the run's keys, put them into its environment. Raises TimeoutError."""
     namespace = os.environ.get(VARIABLE)
     if not namespace:
         return
@@ -145,7 +145,7 @@ def take_keys() -> None:
 
 def _answer(held: dict[str, str], namespace: str, ended: threading.Event) -> None:
     while not ended.wait(_POLL_SECONDS):
-        with contextlib.suppress(Exception):  # the head is away: the run tells, or it comes back
+        with contextlib.suppress(Exception):  # the head is unreachable: the run reports it
             for key in _internal_kv_list(_place(namespace), namespace=_TABLE):
                 name = key.decode()
                 public = _internal_kv_get(name, namespace=_TABLE)
@@ -157,19 +157,19 @@ def _answer(held: dict[str, str], namespace: str, ended: threading.Event) -> Non
 
 
 def _place(namespace: str) -> str:
-    # Hashed: the table lists by prefix, and one namespace may begin with another.
+    # Hashed: the store lists by prefix, and one namespace may be a prefix of another.
     return f"keys/{hashlib.sha256(namespace.encode()).hexdigest()}/"
 
 
 class Receiver:
-    """One key pair; `public` is what a sender needs."""
+    """One X25519 key pair; `public`, in hex, is what `seal` needs."""
 
     def __init__(self) -> None:
         self._private = X25519PrivateKey.generate()
         self.public = self._private.public_key().public_bytes_raw().hex()
 
     def open(self, sealed: bytes) -> dict[str, str]:
-        """The keys by name. RunFailed: it was not sealed for this receiver, or was changed."""
+        """The keys by name. RunFailed: they were sealed for another receiver, or changed."""
         sender = X25519PublicKey.from_public_bytes(sealed[:32])
         try:
             cipher = _cipher(self._private, sender, self.public)
@@ -179,7 +179,7 @@ class Receiver:
 
 
 def seal(keys: Mapping[str, str], public: str) -> bytes:
-    """Sender's public key (32 bytes), nonce (12), content."""
+    """Encrypt for a receiver: sender's public key (32 bytes), nonce (12), ciphertext."""
     own = X25519PrivateKey.generate()
     receiver = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
     nonce = os.urandom(12)

@@ -1,8 +1,8 @@
 """`aflow-tune cluster up|status|down`: a Ray that outlives commands, on one machine or several.
 
 On one machine it is `ray start`, on loopback and with a token, and `down` ends the processes of
-that Ray alone: `ray stop` would end every Ray of the user. Several machines are Ray's own launcher
-(`ray up`, `ray down`), from a Ray cluster YAML, which is written for host names.
+that Ray alone (`ray stop` would end every Ray of the user). Several machines use Ray's own launcher
+(`ray up`, `ray down`) with a Ray cluster YAML, which `hosts_yaml` writes from host names.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from aflow_tune.errors import BadInput, RunFailed
 from aflow_tune.files import write_json
 from aflow_tune.find_ray import make_ray_base, running_here, use_token
 
-PYTHON_VARIABLE = "AFLOW_TUNE_PYTHON"  # of a node: the interpreter of jobs
+PYTHON_VARIABLE = "AFLOW_TUNE_PYTHON"  # of a node: the interpreter that jobs use
 GCS_PORT = 6379
 _TOKEN = "~/.ray/auth_token"
 Note = dict[str, str]
-"""The cluster that `up` started last: of this machine `address`, `dashboard` and `session` (in the
-environment of its processes), of several `config` (the YAML), `address` and `prefix` (of commands
-on a host)."""
+"""The cluster that `up` started last. On this machine: `address`, `dashboard` and `session` (the
+marker in its processes' environment). On several: `config` (the YAML), `address` (may be empty) and
+`prefix` (put before commands on a host)."""
 
 
 def up_here(options: Sequence[str] = ()) -> Note:
     """Start a Ray on this machine that later commands find by themselves. `options`: further
-    arguments of `ray start`. BadInput: one runs already, or the machine has no place for its files.
+    arguments of `ray start`. BadInput: one runs already, or no folder for its files is safe.
     RunFailed: it did not start."""
     running = running_here()
     if running is not None:
@@ -54,7 +54,7 @@ def up_here(options: Sequence[str] = ()) -> Note:
         "AFLOW_TUNE_RAY_SESSION": session,
         "RAY_TMPDIR": str(base),
         PYTHON_VARIABLE: sys.executable,
-        # Off, the node's address is loopback, and Ray's servers listen there alone.
+        # With clusters off the node's address is loopback, and Ray's servers listen there only.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -75,9 +75,9 @@ def up_here(options: Sequence[str] = ()) -> Note:
 
 
 def up_several(config: Path, environment: str | None = None) -> Note:
-    """Start the cluster of a Ray cluster YAML with `ray up`, whose output is shown. `environment`:
-    the virtual environment on every host, of a YAML that `hosts_yaml` wrote. BadInput: the YAML
-    cannot be read. RunFailed: `ray up` failed."""
+    """Start the cluster of a Ray cluster YAML with `ray up`, showing its output. `environment`: the
+    virtual environment on every host, for a YAML that `hosts_yaml` wrote. BadInput: the YAML cannot
+    be read. RunFailed: `ray up` failed."""
     provider = read_cluster_yaml(config)["provider"] or {}
     make_token()
     print(f"ray up {config}", flush=True)
@@ -90,12 +90,12 @@ def up_several(config: Path, environment: str | None = None) -> Note:
 def hosts_yaml(
     hosts: Sequence[str], user: str, key: str | None = None, environment: str | None = None
 ) -> Path:
-    """Write the YAML of a cluster of hosts that are reached by ssh, as is the token's file; the
-    first is the head. BadInput: a host is named twice, or the token is in the environment alone.
+    """Write the cluster YAML for hosts reached by ssh, the first of them the head; Ray copies the
+    token's file to each. BadInput: a host is named twice, or the token is only in the environment.
 
     Args:
         user: the ssh user on all hosts.
-        key: the private key's file. None: what ssh would use.
+        key: the private key's file; None: ssh's default.
         environment: the virtual environment with aflow-tune on every host.
     """
     if len(set(hosts)) < len(hosts):
@@ -109,7 +109,7 @@ def hosts_yaml(
         raise BadInput.of(title, "RAY_AUTH_TOKEN", expected, found, cure)
     token = os.environ.get("RAY_AUTH_TOKEN_PATH") or _TOKEN
     path = _path(environment)
-    # A worker would take the path of the head's folder, which may be another user's there.
+    # By default a worker uses the head's path, which may belong to another user there.
     folder = f"python -m {find_ray.__name__}"
     ray_start = f"{_prefix(environment)}RAY_USAGE_STATS_ENABLED=0 ray start --temp-dir=$({folder})"
     workers = list(hosts[1:])
@@ -122,7 +122,7 @@ def hosts_yaml(
         "file_mounts": {_TOKEN: token if token == _TOKEN else os.path.abspath(token)}
         if with_token
         else {},
-        "setup_commands": [f"{path}{folder}"],  # where aflow-tune or the folder is missing, it ends
+        "setup_commands": [f"{path}{folder}"],  # fails without aflow-tune or a safe folder
         "head_start_ray_commands": [
             f"{path}ray stop",
             f"{ray_start} --head --port={GCS_PORT} --dashboard-host=127.0.0.1 "
@@ -140,7 +140,7 @@ def hosts_yaml(
 
 
 def status(config: Path | None = None) -> str:
-    """What Ray says about the cluster: nodes, resources, what waits for them. BadInput: no Ray runs
+    """What Ray says about the cluster: nodes, resources, pending demands. BadInput: no Ray runs
     here, and no other cluster is known. RunFailed: it does not answer."""
     known, address = _known(), running_here()
     if config is None and address is None and known.get("config"):
@@ -160,8 +160,8 @@ def status(config: Path | None = None) -> str:
 
 
 def down(config: Path | None = None) -> str:
-    """End the cluster that `up` started, and say so. BadInput: `up` started none, and none is
-    named. RunFailed: `ray down` failed, or processes are still there."""
+    """End the cluster of `config`, else the one that `up` started; returns a message. BadInput:
+    there is neither. RunFailed: `ray down` failed, or processes are still there."""
     known = _known()
     if config is None and known.get("config"):
         config = Path(known["config"])
@@ -184,10 +184,10 @@ def down(config: Path | None = None) -> str:
 
 
 def make_token() -> None:
-    """A token in Ray's own place, which the Ray started next asks for; `RAY_AUTH_MODE` wins."""
+    """Make the token that the Ray started next asks for, unless RAY_AUTH_MODE is not `token`."""
     if _auth_mode() != "token":
         return
-    # It prints the token: what it says is never shown.
+    # Its output contains the token, so it is never shown.
     told = subprocess.run(_ray("get-auth-token", "--generate"), capture_output=True, check=False)
     if told.returncode != 0:
         raise RunFailed("Ray could not make a token; try `ray get-auth-token --generate`")
@@ -196,7 +196,7 @@ def make_token() -> None:
 
 
 def read_cluster_yaml(path: Path) -> Mapping[str, Any]:
-    """A Ray cluster YAML. BadInput: it is missing, or is none."""
+    """Read a Ray cluster YAML. BadInput: it is missing, or not a cluster YAML."""
     try:
         told = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(told, dict) and {"cluster_name", "provider"} <= told.keys():
@@ -222,7 +222,7 @@ def _auth_mode() -> str:
 
 
 def _ray(*arguments: str) -> list[str]:
-    """Ray's command line in this interpreter, whatever `ray` is on the path."""
+    """Ray's command line in this interpreter, not the `ray` on the path."""
     return [sys.executable, "-m", "ray.scripts.scripts", *arguments]
 
 
@@ -235,7 +235,7 @@ def _run(arguments: list[str], shown: bool = True) -> str:
 
 
 def _free_port(wanted: int) -> int:
-    """This port of loopback if it is free, else any that is."""
+    """`wanted` if it is free on loopback, else any free port."""
     for port in (wanted, 0):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))

@@ -1,9 +1,9 @@
-"""The Ray of one run: a running one that was found, or one of its own.
+"""The Ray of one run: a running cluster that was found, or a local one started for the run.
 
-Before a run starts on a Ray of others, two things are asked of its nodes, by `aflow-tune doctor`
-too: could other users of a machine change what Ray unpacks there (`open_sessions`), on a connection
-that brings no code; and is everything there that the run needs (`lacking_on_nodes`). Afterwards
-nothing of the run is left on it.
+Before a run starts on a running cluster, its nodes are checked, as `aflow-tune doctor` does too:
+could other users of a machine change what Ray unpacks there (`open_sessions`, over a connection
+that brings no code), and is everything there that the run needs (`lacking_on_nodes`). After the run
+its actors are ended; nothing of it stays on the cluster.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ Function = Callable[..., Any]
 READ_INSIDE = "read it inside the function, with os.environ: every worker has it"
 NAME_IT = "give its name instead: `runtime_env: {secrets: [NAME]}`"
 _LASTING = "synchronizer"
-_LEAVE_SECONDS = 15.0  # the actors of a command that was just killed take a while to go
-_ASK_SECONDS = 300.0  # for the first workers of all nodes: `runtime_env.pip` is installed then
+_LEAVE_SECONDS = 15.0  # the actors of a command that was just killed need a while to end
+_ASK_SECONDS = 300.0  # the first worker of a node installs `runtime_env.pip`
 _OPEN = "Other users could change the code of this run."
 
 
@@ -60,8 +60,8 @@ def ray_for_run(
     env_vars: dict[str, str],
     phase: Callable[[str], None],
 ) -> Iterator[None]:
-    """Be on the run's Ray for the block, with the user's code in every worker. BadInput: the Ray
-    cannot be joined, the functions cannot be sent, or this process is on a Ray already."""
+    """For the block, be connected to the run's Ray with the user's code in every worker. BadInput:
+    Ray cannot be joined, the functions cannot be sent, or this process has joined a Ray already."""
     if ray.is_initialized():  # code and keys are part of how a process joins Ray
         title, expected = "This process is on a Ray already.", "a process that has not joined Ray"
         cure = "take `ray.init()` out and name the cluster with `cluster.ray_address`"
@@ -89,10 +89,10 @@ def ray_for_run(
 def code_of(
     config: AflowConfig, functions: Iterable[Function | None], further: Iterable[Any] = ()
 ) -> tuple[Code, bytes]:
-    """What the functions of a run and the modules that its configuration names (in dotted paths,
-    such as that of a policy loss) need; and the functions as bytes. In a submitted job the client
-    has found and sent everything. `further`: other objects whose code has to travel, such as
-    operators. BadInput: something that a function holds cannot be pickled; it is named."""
+    """The code that has to travel, and the pickled functions: what the functions, the modules that
+    the configuration names (in dotted paths, such as a policy loss) and the objects in `further`
+    (such as operators) need. In a submitted job the client has already sent the files of
+    `runtime_env.include`. BadInput: a function holds something that cannot be pickled."""
     content, modules = pack(functions)
     named = [value for value in config.flatten().values() if isinstance(value, str)]
     dotted = [value for value in named if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", value)]
@@ -110,8 +110,8 @@ def code_of(
 
 
 def refuse_secrets(content: bytes, secrets: Mapping[str, str], where: str, cure: str) -> None:
-    """Refuse to send what holds the value of a key, with the variable's name: clusters log it and
-    keep it on disk."""
+    """Raise BadInput if `content` contains the value of a key; clusters log what is sent and keep
+    it on disk. The faults name the variables."""
     if faults := list(shipping.secrets_in(content, secrets, where, cure)):
         raise BadInput("A key would travel in clear.", faults)
 
@@ -124,9 +124,9 @@ def runtime_env_of(
     with_keys: bool,
     extra: Mapping[str, bytes] | None = None,
 ) -> dict[str, Any]:
-    """The environment of a run's workers; writes what travels into `folder`. A job that `aflow-tune
-    submit` sent has one already, which Ray merges with this one. BadInput: a file cannot be read,
-    or the value of a key would travel in clear."""
+    """The `runtime_env` of a run's workers; writes what travels into `folder`. A job of `aflow-tune
+    submit` has one already, which Ray merges with this one. BadInput: a file cannot be read, or the
+    value of a key would travel in clear."""
     given = {**config.runtime_env.env_vars, **env_vars}
     if with_keys:
         given[keys.VARIABLE] = config.ray_namespace
@@ -156,13 +156,13 @@ def attached_ray(
     content: bytes,
     env_vars: Mapping[str, str],
 ) -> Iterator[None]:
-    """Join a running Ray for the block; afterwards nothing of the run is left there. BadInput: it
-    cannot be joined, the code cannot travel or could be changed by other users of a node, or nodes
-    lack something.
+    """Join a running Ray for the block, and end the run's actors after it. BadInput: it cannot be
+    joined, the code cannot travel or could be changed by other users of a node, or nodes lack
+    something that the run needs.
 
     Args:
-        content: the functions as they are sent.
-        env_vars: plain environment of the workers. Ray logs it: never a place for keys.
+        content: the pickled functions, which must hold no keys.
+        env_vars: plain environment of the workers. Ray logs it, so it must hold no keys.
     """
     refuse_secrets(content, keys.secrets_of(config, code), "the functions", READ_INSIDE)
     greet(found)
@@ -172,7 +172,7 @@ def attached_ray(
     with tempfile.TemporaryDirectory(prefix="aflow-tune-") as bundles, handlers_kept():
         runtime_env = runtime_env_of(config, code, Path(bundles), env_vars, bool(names))
         before = os.getcwd()
-        os.chdir(bundles)  # Ray puts it in front of the workers' sys.path: here it is nothing
+        os.chdir(bundles)  # Ray puts the current folder on the workers' sys.path
         try:
             join(found, namespace=config.ray_namespace, runtime_env=runtime_env)
         finally:
@@ -203,7 +203,7 @@ def spans_nodes() -> bool:
 
 
 def join(found: FoundRay, **settings: Any) -> None:
-    """Connect this process to a Ray that was greeted. BadInput: it does not take us."""
+    """Connect this process to a Ray that `greet` accepted. BadInput: it refuses the connection."""
     try:
         ray.init(address=found.address, log_to_driver=False, logging_level="ERROR", **settings)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -213,8 +213,8 @@ def join(found: FoundRay, **settings: Any) -> None:
 def _on_nodes(
     function: Function, asked: Mapping[str, tuple[Any, ...]], seconds: float
 ) -> dict[str, Any]:
-    """Call a function on nodes, with arguments by the node's id; returns by id what it returned, or
-    the error; `TimeoutError` of a node that was silent."""
+    """Call a function on nodes, with the arguments in `asked` by node id; returns its result or the
+    error by node id, a `TimeoutError` for a node that did not answer."""
     task = ray.remote(function)
     answers = {}
     for node, arguments in asked.items():
@@ -238,9 +238,8 @@ def _on_nodes(
 def lacking_on_nodes(
     needs: Mapping[str, str], folder: Path | None, where: str, seconds: float = _ASK_SECONDS
 ) -> list[Fault]:
-    """What the nodes of the Ray that this process has joined lack for a run: `needs` are top-level
-    packages, to the place that imports them; `folder`, named at `where`, is one that all must see.
-    """
+    """What the nodes of the joined Ray lack for a run. `needs`: top-level packages, with the place
+    that imports them. `folder`: one that all nodes must see, set at `where`; None: not checked."""
     here = importlib.metadata.version("aflow-tune")
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     with contextlib.ExitStack() as stack:
@@ -260,7 +259,7 @@ def lacking_on_nodes(
         if told["version"] != here:
             found, cure = f"aflow-tune {told['version']}", "install the same version there"
             faults.append(Fault(name, f"aflow-tune {here}, as here", found, cure))
-        for found, reason, cure in told.get("clashes", ()):  # another version may not tell
+        for found, reason, cure in told.get("clashes", ()):  # another version may not report them
             faults.append(Fault(name, reason, found, cure))
         for found in told.get("conflicts", ()):
             faults.append(Fault(name, "your own module", found, "rename your module"))
@@ -276,7 +275,7 @@ def lacking_on_nodes(
 
 
 def _take_namespace(config: AflowConfig) -> None:
-    """Make sure that no other run works under this name, and end what a killed one left: Trinity's
+    """Refuse if another run uses this namespace, and end what a killed one left there: Trinity's
     synchronizer, which outlives its command."""
     deadline = time.monotonic() + _LEAVE_SECONDS
     while working := _actors_in(config.ray_namespace) - {_LASTING}:
@@ -301,8 +300,8 @@ def _end_actors(namespace: str) -> None:
 
 
 def open_sessions(found: FoundRay, seconds: float = _ASK_SECONDS) -> list[Fault]:
-    """The nodes of a greeted Ray where other users could change the code of a run; also those that
-    do not tell."""
+    """A fault for each node of a Ray that `greet` accepted where other users could change the code
+    of a run, or that does not answer."""
     faults, elsewhere = open_here(found.address)
     if elsewhere and not faults:
         nodes = {node.node_id.hex(): node for node in elsewhere}
@@ -321,7 +320,7 @@ def open_sessions(found: FoundRay, seconds: float = _ASK_SECONDS) -> list[Fault]
 
 
 def open_here(address: str) -> tuple[list[Fault], list[Any]]:
-    """Those of a Ray's nodes on this machine, and its other nodes as Ray tells of them."""
+    """The same for the nodes on this machine, and Ray's records of its other nodes."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # made in Cython
 
     faults, elsewhere = [], []
@@ -334,8 +333,8 @@ def open_here(address: str) -> tuple[list[Fault], list[Any]]:
 
 
 def refuse_open_server(nodes: Iterable[dict[str, Any]]) -> None:
-    """The same for those nodes of a job server (its summaries) that are on this machine; nothing
-    else of a node can be asked without a job. BadInput: others could change the code of a job."""
+    """The same for a job server's nodes (its summaries) that are on this machine; other nodes could
+    only be asked through a job. BadInput: other users could change the code of a job."""
     faults = []
     for raylet in (node.get("raylet", {}) for node in nodes):
         address, socket_file = raylet.get("nodeManagerAddress"), raylet.get("rayletSocketName")
@@ -355,7 +354,7 @@ def _open(address: str, temp_dir: str, reason: str) -> Fault:
 
 
 def _is_here(address: str, session: str) -> bool:
-    """Whether a node is on this machine: nodes of one Ray have the same paths."""
+    """Whether a node is on this machine. Its path alone does not tell: all nodes have the same."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family) as probe:

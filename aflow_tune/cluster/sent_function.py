@@ -1,9 +1,8 @@
-"""The user's functions as bytes.
+"""The user's functions as bytes that are unpickled on first use.
 
-Trinity hands the whole configuration to every process of a run, and only the runners call a
-function of it: so it travels as bytes, which are read where it is asked for, instead of importing
-the user's modules everywhere. Functions of modules are sent by name, others by value, as Ray's
-cloudpickle does it.
+Trinity hands the whole configuration to every process of a run, but only the runners call the
+user's functions. Pickled, they do not import the user's modules everywhere else. Functions of
+modules are sent by name, others by value, as Ray's cloudpickle does.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ Function = Callable[..., Any]
 
 
 class _Pickler(cloudpickle.CloudPickler):
-    """Notes the modules that what it sends refers to. A path becomes that of the copy, the cache of
-    a script's function an empty one."""
+    """Records the modules that pickled objects refer to. Paths into the user's code become those
+    of the copy there; an `lru_cache` on a function sent by value arrives empty."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -53,7 +52,7 @@ def _cached(function: Function, maxsize: int | None, typed: bool) -> Any:
 
 
 def dumps(given: Any) -> bytes:
-    """The object as bytes, for processes that have our package and the user's modules."""
+    """Pickle an object for processes that have this package and the user's modules."""
     return _dumped(given)[0]
 
 
@@ -65,8 +64,8 @@ def _dumped(given: Any) -> tuple[bytes, set[str]]:
 
 
 def pack(functions: Iterable[Function | None]) -> tuple[bytes, set[str]]:
-    """The functions as bytes, and the modules that these refer to. BadInput: something that a
-    function holds cannot be pickled; the function is named, and the global where it is one."""
+    """The functions as bytes, and the modules that they refer to. BadInput: a function holds
+    something that cannot be pickled; names the function, and the global if it is one."""
     given = [function for function in functions if function is not None]
     try:
         return _dumped(given)
@@ -91,7 +90,7 @@ def _culprit(function: Function, error: Exception) -> Fault:
 
 
 class SentFunction:
-    """A function that is read when it is first asked for; `send` makes them."""
+    """A user's function that is unpickled on first use; made by `send`."""
 
     def __init__(self, together: _Together, place: int) -> None:
         self._together = together
@@ -99,19 +98,19 @@ class SentFunction:
 
     def function(self) -> Function:
         """The user's own function. BadInput: a module of the user's has the name of one that this
-        process had loaded. Or it raises what the user's modules do when they are imported."""
+        process had already loaded. Also raises whatever importing the user's modules raises."""
         return self._together.functions()[self._place]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function()(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SentFunction:
-        """Itself, as a function is."""
+        """Itself, as for a plain function."""
         return self
 
 
 class _Together:
-    """Functions that share what they refer to, so they have to be read together."""
+    """Functions pickled together, so that objects they share stay shared."""
 
     def __init__(self, functions: tuple[Function, ...]) -> None:
         self._functions: tuple[Function, ...] | None = functions
@@ -131,7 +130,7 @@ class _Together:
 
 
 def send(*functions: Function | None) -> list[SentFunction | None]:
-    """The functions as they are put into a configuration, None where there is none."""
+    """The functions as a configuration holds them; None stays None."""
     together = _Together(tuple(function for function in functions if function is not None))
     places = iter(range(len(functions)))
     return [None if it is None else SentFunction(together, next(places)) for it in functions]
@@ -143,11 +142,11 @@ def received(given: Any) -> Any:
 
 
 def user_modules(functions: Iterable[Function | None]) -> list[str]:
-    """Names of the loaded modules of the user's own that functions come from, and of siblings that
-    they imported."""
+    """Names of the loaded user modules that the functions refer to, and of the user modules that
+    those imported."""
     given = [function for function in functions if function is not None]
     try:
         modules = pack(given)[1]
-    except BadInput:  # it cannot be sent, but may well be called in this process
+    except BadInput:  # it cannot be sent, but can be called in this process
         modules = {str(inspect.unwrap(getattr(it, "func", it)).__module__) for it in given}
     return sorted(name for name in gather(modules).modules if name in sys.modules)

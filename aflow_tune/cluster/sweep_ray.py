@@ -1,9 +1,9 @@
-"""The runs of a sweep as Ray actors, each holding what its run needs of a node.
+"""The runs of a sweep as Ray actors, each reserving the CPUs and GPU that its run needs.
 
-An actor starts the same command that would run here, on its node. Ray queues runs until there is
-room, and gives each its GPU. A run with `engine: local` starts a Ray of its own inside; one with
-`engine: trinity` joins the cluster and reserves its GPUs there, so that its actor holds none. The
-code does not travel: configuration, code, data and run folders have the same paths on every node.
+An actor starts on its node the command that would otherwise run here. Ray queues runs until there
+is room. A run with `engine: local` starts a Ray of its own inside; one with `engine: trinity` joins
+the cluster and reserves its GPUs there, so its actor holds none. The code does not travel:
+configuration, code, data and run folders must have the same paths on every node.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _ANSWER_SECONDS = 10.0
 
 
 def cluster_for(config: AflowConfig) -> FoundRay | None:
-    """The Ray that runs are started through, if the configuration or RAY_ADDRESS names one; None:
-    processes of this machine. BadInput: as `find_ray`."""
+    """The Ray to start runs through, if the configuration or RAY_ADDRESS names one; None: start
+    them as processes of this machine. BadInput: as `find_ray`."""
     if not config.positions.given(_KEY) and not os.environ.get("RAY_ADDRESS"):
         return None
     named = copy.copy(config)
-    named.inline = False  # its runs are one process each, and that may be anywhere
+    named.inline = False  # inline runs are one process each, which may be on any node
     return find_ray(named)
 
 
@@ -45,15 +45,15 @@ def cluster_for(config: AflowConfig) -> FoundRay | None:
 def ray_starter(
     config: AflowConfig, found: FoundRay, folder: Path, parallel: int
 ) -> Iterator[Callable[[Sequence[str], Path], RayProcess]]:
-    """Join the cluster for the block; what it yields queues a run from the arguments of its command
-    and the file for its output. `folder`: the sweep's, which every node must see. `parallel`: runs
-    at once. BadInput: the cluster cannot be used, or never has room for these runs."""
+    """Join the cluster for the block. Yields a function that queues a run, given the arguments of
+    its command and the file for its output. `folder`: of the sweep, which every node must see.
+    `parallel`: runs at once. BadInput: the cluster cannot be used, or can never fit these runs."""
     if config.engine not in ("local", "trinity"):
         expected = "local or trinity: what `auto` finds may differ from node to node"
         title, where = "Through Ray the engine must be named.", config.positions.where("engine")
         raise BadInput.of(title, where, expected, config.engine, "engine=local, or engine=trinity")
     found_code, _ = code_of(config, functions_of(config))
-    # What the code imports has to be there; its own files are seen in their places.
+    # Packages that the code imports must be installed there; its files are on the shared disk.
     code = Code(needs=found_code.needs, variables=found_code.variables)
     joining = copy.copy(config)
     joining.checkpoint_job_dir = str(folder)
@@ -63,7 +63,7 @@ def ray_starter(
         needs = needs_of(config, nodes)
         if faults := no_room(config, needs, nodes, parallel):
             raise BadInput("The Ray cluster has no room for these runs.", faults)
-        # As nodes reach it: the address that was found may be one of this machine alone.
+        # The address that nodes can reach: the one that was found may be loopback.
         address = ray.get_runtime_context().gcs_address
         setting = f"{_KEY}={'local' if config.engine == 'local' else address}"
         cwd = os.getcwd()
@@ -77,7 +77,7 @@ def ray_starter(
 
 
 def needs_of(config: AflowConfig, nodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What the actor of a run holds: `num_cpus` and `num_gpus`."""
+    """What the actor of a run reserves: `num_cpus` and `num_gpus`."""
     if config.engine == "trinity":
         return {"num_cpus": 1, "num_gpus": 0}
     there = any(node.get("GPU", 0) >= 1 for node in nodes)
@@ -92,7 +92,7 @@ def no_room(
     nodes: Sequence[Mapping[str, float]],
     parallel: int,
 ) -> list[Fault]:
-    """Why the runs would wait for ever; fewer than `parallel` at once is no fault."""
+    """Why runs would wait for ever: no node fits one, or (`engine: trinity`) not `parallel` fit."""
     if config.engine == "trinity":
         each = config.cluster.node_num * config.cluster.gpu_per_node
         there = int(sum(node.get("GPU", 0) for node in nodes))
@@ -113,7 +113,7 @@ def no_room(
 
 
 class RayProcess:
-    """A run that was queued, as `RunProcess` of another machine."""
+    """A queued or running run, with the interface of `sweeps.sweep.Process`."""
 
     def __init__(self, actor: Any, began: Any, output: Path) -> None:
         self.output = output
@@ -121,7 +121,7 @@ class RayProcess:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal or a lost node; None before it ends."""
+        """Its exit code, negative after a signal or a lost node; None until it has ended."""
         if self._code is not None:
             return self._code
         try:
@@ -138,19 +138,19 @@ class RayProcess:
             if error.actor_init_failed:
                 return self._refused(str(error))
             return self._end(-int(signal.SIGKILL))
-        except ray.exceptions.RayError as error:  # such as an environment that cannot be made
+        except ray.exceptions.RayError as error:  # such as a runtime_env that cannot be set up
             return self._refused(str(error))
         return None if code is None else self._end(code)
 
     def stop(self) -> None:
-        """Ask it to save and stop; one that still waits for room is never begun."""
+        """Ask it to save and stop; a run that is still queued is dropped."""
         if self._code is None and self._began and not ray.wait([self._began], timeout=0)[0]:
             self._end(-int(signal.SIGTERM))
         elif self._code is None:
             self._actor.stop.remote()
 
     def _refused(self, problem: str) -> int:
-        """It could not begin; the reason goes where it would have printed it."""
+        """The run could not start: append the reason to its output."""
         append_line(self.output, f"aflow-tune: {problem}\n".encode(errors="replace"))
         return self._end(int(ExitCode.BAD_INPUT))
 

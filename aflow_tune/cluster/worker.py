@@ -1,7 +1,6 @@
-"""What a worker does for us: it gets the user's code, then the keys; and it may start a run.
+"""What runs in Ray's workers: setting up code and keys, a node's self-check, runs of a sweep.
 
-Ray calls `set_up` in each worker process (`worker_process_setup_hook`). Nothing heavy is imported
-here.
+Ray calls `set_up` in each worker process (`worker_process_setup_hook`), so imports here stay light.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ if TYPE_CHECKING:
     from aflow_tune.runs.process import RunProcess
 
 HOOK = f"{__name__}.set_up"
-# What is set for the worker, which a run beside it must not take for its own.
+# Prefixes of variables that are set for the worker and must not reach a run that it starts.
 _OF_THE_WORKER = ("OMP_NUM_THREADS", "RAY_", keys.VARIABLE, shipping.VARIABLE)
 
 
 def set_up() -> None:
-    """Called by Ray at the start of each worker."""
+    """Called by Ray at the start of each worker: the user's code first, then the keys."""
     import_quickly()
     shipping.arrive()
     keys.take_keys()
 
 
 def tell(needs: list[str], mark: str | None) -> dict[str, Any]:
-    """What `lacking_on_nodes` asks; `mark` is a file that this node should see."""
+    """This node's answer to `lacking_on_nodes`; `mark` is a file that it should see."""
     clashes = known_clashes(installed_versions())
     return {
         "version": importlib.metadata.version("aflow-tune"),
@@ -48,14 +47,14 @@ def tell(needs: list[str], mark: str | None) -> dict[str, Any]:
 
 
 class RunOnNode:
-    """The actor that starts one run of a sweep on its node, with the keys that this process has.
-    Its methods are called in the worker's main thread, the run's parent."""
+    """The actor that starts one run of a sweep on its node and passes on the keys of this process.
+    Ray calls its methods in the worker's main thread, which lives as long as the run."""
 
     def __init__(self) -> None:
         self._process: RunProcess | None = None
 
     def start(self, arguments: list[str], output: str, cwd: str) -> str | None:
-        """Begin `aflow-tune` with these arguments; returns what is missing here, if anything is."""
+        """Start `aflow-tune` with these arguments; returns why it could not, None if it did."""
         from aflow_tune.runs.process import RunProcess, own_program
 
         here = f"on node {ray.util.get_node_ip_address()}"

@@ -1,5 +1,5 @@
-"""The commands, a module each. `run_submitted` is what a submitted job calls.
+"""The commands of `aflow-tune`, grouped in modules; a submitted job runs `run_submitted`.
 
-A module has `add_parser(commands)`, which adds its parser and the `action`: a function from the
-parsed options to an exit code. Heavy imports stand inside the action, since `--help` imports all.
+Each module has `add_parser(commands)`, which adds its parsers with an `action`: a function from the
+parsed options to an exit code. Heavy imports are inside the action, since `--help` imports all.
 """

@@ -1,4 +1,4 @@
-"""`aflow-tune infer` and `aflow-tune serve`: ask what was trained, here or over HTTP."""
+"""`aflow-tune infer` and `aflow-tune serve`: use a trained policy, here or over HTTP."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ exit codes: 0 an answer came (of every row), 1 none came, 2 bad input.
 
 
 def _model_options(parser: Parser) -> None:
-    """Of the commands that ask what was trained."""
+    """Add the options that say which model `infer` and `serve` use."""
     option(parser, "--checkpoint DIR", "what was trained (below)", type=Path)
     option(parser, "--config FILE", "the YAML to go by; alone: the base model", type=Path)
     text = (
@@ -185,10 +185,10 @@ def _problem(options: argparse.Namespace) -> Problem:
 
 
 def _inferer_of(options: argparse.Namespace) -> Inferer:
-    """What `_model_options` mean, ready to be opened; prints its warnings.
+    """The inferer that the options of `_model_options` describe, not yet entered; prints warnings.
 
     Raises:
-        BadInput: options that do not fit, or whatever is wrong with folder and configuration.
+        BadInput: the options do not fit together, or folder or configuration have faults.
     """
     title = "The model cannot be asked."
     if options.checkpoint is None and options.config is None:

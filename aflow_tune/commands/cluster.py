@@ -1,5 +1,5 @@
-"""`aflow-tune cluster` and `aflow-tune submit`: a Ray that outlives single commands, and runs as
-jobs on it, followed, stopped or left alone."""
+"""`aflow-tune cluster` and `aflow-tune submit`: start and stop a Ray that outlives commands; submit
+runs to it as jobs, follow, list and stop them."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _submit(options: argparse.Namespace) -> int:
 
 
 def _followed(jobs: Any, job: str) -> int:
-    """Follow a job; the first Ctrl-C stops it, the second one only us."""
+    """Follow a job until it ends. The first Ctrl-C stops the job, the second the following."""
     asked = False
     while True:
         try:

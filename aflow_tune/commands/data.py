@@ -1,7 +1,6 @@
-"""`aflow-tune data`: prepare training, validation and test files; check two files for leaks.
+"""`aflow-tune data`: prepare training, validation and test files; check files for leaks.
 
-Reads the sources that the command line names; what is drawn from them, and what a leak is, is
-decided in `aflow_tune.data`.
+This module reads the sources; `aflow_tune.data` draws rows from them and defines a leak.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ def _check(options: argparse.Namespace) -> int:
 def _pairs(
     flag: str, given: Sequence[str], faults: list[Fault], known: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """`NAME=VALUE` arguments as a dictionary; of sources the value may be missing."""
+    """`NAME=VALUE` arguments as a dictionary; without `known` (sources) a value may be missing."""
     found: dict[str, str] = {}
     for item in given:
         name, equals, value = item.partition("=")
@@ -166,7 +165,7 @@ def _shares(
 def _read_sources(
     named: Mapping[str, str], benchmarks: Mapping[str, str], rows: int, seed: int
 ) -> list[Source]:
-    """Read every source, of which `rows` rows are needed at most; the faults of all together."""
+    """Read all sources; at most `rows` rows of each are needed. Reports all faults together."""
     from aflow_tune.data.prepare import Source
     from aflow_tune.scoring.benchmarks import BENCHMARKS, find
     from aflow_tune.scoring.gym import PREFIX
@@ -190,13 +189,13 @@ def _read_sources(
 def _rows(
     name: str, where: str, benchmark: Benchmark | None, rows: int, seed: int
 ) -> tuple[Sequence[Mapping[str, Any]], str | None]:
-    """The rows of one source, and the hash of the file that they were read from."""
+    """The rows of one source, and the SHA-256 of its file; None if they are not from a file."""
     from aflow_tune.data.rows import file_format
     from aflow_tune.scoring import gym
     from aflow_tune.scoring.rows import HubSource, read_hub
 
     if benchmark is not None and not where and benchmark.name.startswith(gym.PREFIX):
-        # Some of what it makes may be equal or too similar: twice as many as can be needed.
+        # Some rows may be duplicates or too similar: make twice as many as needed.
         return gym.make_rows(benchmark.name.removeprefix(gym.PREFIX), 2 * rows, seed), None
     if not where or where == "hub" or where.startswith("hub:"):
         if benchmark is None:
@@ -228,7 +227,7 @@ def _read_file(path: Path) -> Table:
     """All rows of a file.
 
     Raises:
-        BadInput: it is missing, of no format that is known, faulty or empty.
+        BadInput: it is missing, of unknown format, faulty or empty.
     """
     from aflow_tune.data.rows import file_format, read_table
 

@@ -1,4 +1,4 @@
-"""`aflow-tune doctor`: what this machine, and a configuration, still lack for a run."""
+"""`aflow-tune doctor`: check what this machine, and a configuration, lack for a run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _doctor(options: argparse.Namespace) -> int:
     started = time.monotonic()
     told: list[Line] = []
     out = sys.stdout
-    # What libraries and the user's modules print while they are imported is none of ours.
+    # Libraries and the user's modules may print when imported: keep that off our output.
     silent = _silent_output() if options.json else contextlib.nullcontext()
     with silent, contextlib.redirect_stdout(sys.stderr):
         checks = examination(options.config, options.overrides, offline=options.offline)
@@ -76,9 +76,9 @@ def _doctor(options: argparse.Namespace) -> int:
         code = ExitCode.BAD_INPUT
     looking = [item for item in threading.enumerate() if item.name.startswith(CHECK_THREAD)]
     for thread in looking:
-        thread.join(_LAST_SECONDS)  # one that has just answered is on its way out
+        thread.join(_LAST_SECONDS)  # it may just be ending
     if any(thread.is_alive() for thread in looking):
-        # What hangs would be waited for on the way out, in a pool of its own.
+        # A hanging thread of a pool would block the interpreter's exit.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -87,7 +87,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _silent_output() -> Iterator[None]:
-    """Also what code in C, or children, write to the standard output goes to the other one."""
+    """Redirect file descriptor 1 to stderr: output of C code and of child processes too."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

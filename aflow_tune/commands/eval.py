@@ -52,7 +52,7 @@ of budget reached.
 """
 
 _LOG_WIDTH = 200
-"""Characters of a line where nobody says how many fit."""
+"""Characters per line when the output is no terminal."""
 
 
 def add_parser(commands: Any) -> None:

@@ -1,4 +1,4 @@
-"""`aflow-tune export`: what a run has to give to other tools, written into a new folder."""
+"""`aflow-tune export`: write a run's adapter, merged model or workflows for other tools."""
 
 from __future__ import annotations
 

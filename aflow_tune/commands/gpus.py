@@ -1,4 +1,4 @@
-"""`aflow-tune gpus`: what runs on this machine's GPUs, watching them, and freeing one."""
+"""`aflow-tune gpus`: show and watch this machine's GPUs and their processes; free some."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _free(options: argparse.Namespace) -> int:
         faults.append(Fault("gpus free", "flags of `free`", f"one of {flags}", "leave it out"))
     refuse("Nothing was signalled.", faults)
     protected = list(options.protect)
-    if options.config is not None:  # whose other settings must be readable, no more
+    if options.config is not None:  # its other settings need only be readable
         from aflow_tune.config.quiet import quiet
 
         quiet()
@@ -133,7 +133,7 @@ def _free(options: argparse.Namespace) -> int:
 def _confirm(count: int) -> bool:
     try:
         answer = input(f"End these {count} processes? Type yes: ")
-    except (EOFError, RuntimeError, UnicodeDecodeError):  # nobody there; stdin closed; no text
+    except (EOFError, RuntimeError, UnicodeDecodeError):  # end of input; stdin closed; not UTF-8
         print("\nnobody answered; where nobody can, --yes confirms")
         return False
     return answer.strip().lower() == "yes"

@@ -1,7 +1,7 @@
-"""`aflow-tune graph` and `check-graph`: look at an operator graph, draw it, write it as a
-round of AFlow; whether a written graph may run, and what it can cost at worst.
+"""`aflow-tune graph` and `check-graph`: show, draw and export an operator graph; check whether a
+graph that a model wrote may run, and what it can cost in the worst case.
 
-Nothing of a graph is run and no model is called.
+No code of a graph is run and no model is called.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _draw(options: argparse.Namespace) -> int:
 
 
 def _measured(run_dir: Path) -> dict[str, Measured]:
-    """Numbers by caller, from the newest evaluation of every task set of a run."""
+    """Measurements by caller, from the newest evaluation of each task set of a run."""
     from aflow_tune.graph.draw import measure
     from aflow_tune.report.evaluation import load_evaluations
     from aflow_tune.report.records import traces_of
@@ -233,7 +233,7 @@ def _read(file: str) -> Any:
 
 
 def _folder(path: Path) -> Any:
-    """A graph's folder as a written workflow: of its prompts those that its code names."""
+    """A graph's folder as a written workflow, with notes on prompts that are left out."""
     from aflow_tune.graph.graph import read_graph
     from aflow_tune.writer.types import Written, WrittenForm
 
@@ -266,7 +266,7 @@ def _as_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def _as_text(verdict: Verdict, limits: CheckLimits) -> str:
-    """What `_as_json` has, to read: the verdict, the worst case, each refusal, the drawing."""
+    """`_as_json` for people: verdict, worst case, refusals, drawing."""
     from aflow_tune.graph.draw import shortened
 
     found = _as_json(verdict)

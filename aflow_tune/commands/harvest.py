@@ -1,6 +1,6 @@
-"""`aflow-tune harvest`: pairs of a problem and a graph that solves it, for the warm start.
+"""`aflow-tune harvest`: collect pairs of a problem and a graph that solves it, for the warm start.
 
-Parses, calls and shows; what is tried and kept is decided below.
+Parses options and prints results; `aflow_tune.harvest` decides what is tried and kept.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ reached; after 3 and 4 the same command goes on.
 """
 
 _LINE_SECONDS = 5.0
-"""Least time between two lines of progress."""
+"""Least seconds between two lines of progress."""
 
 
 def add_parser(commands: Any) -> None:
@@ -94,7 +94,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _print_counts(counts: Mapping[str, Any]) -> None:
-    """Every count by its name, those by kind in one line."""
+    """Print each count on a line, with a warning if one structure dominates."""
     lines = []
     for name, value in counts.items():
         if isinstance(value, Mapping):

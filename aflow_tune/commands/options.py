@@ -1,5 +1,5 @@
-"""What commands share: a parser that helps, one way to declare options, types with a
-plain refusal."""
+"""Shared by the commands: the argument parser, a short way to declare options, option types
+with clear messages, and output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
 
 
 class Parser(argparse.ArgumentParser):
-    """Keeps the lines of a text as they are, and takes settings anywhere."""
+    """Keeps the line breaks of help texts, and accepts `key=value` settings anywhere."""
 
     def __init__(self, **settings: Any) -> None:
         if settings.get("epilog") or "\n" in (settings.get("description") or ""):
@@ -25,11 +25,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**settings)
 
     def arranged(self, words: Sequence[str]) -> list[str]:
-        """The words with CONFIG first, then every `key=value`, then the options with their values.
+        """The words reordered: CONFIG, then every `key=value`, then the options with their values.
 
-        argparse takes positional arguments in one place only, and would give a setting that
-        follows `--checkpoint` to that option. The value of an option that takes exactly one is
-        left where it is, whatever it looks like.
+        argparse accepts positional arguments in one place only, and would take a setting after
+        `--checkpoint` for a value of it. A word after an option that takes exactly one value is
+        its value, whatever it looks like.
         """
         if not any(action.dest == "overrides" for action in self._get_positional_actions()):
             return list(words)
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
 
 REPEATED: dict[str, Any] = {"action": "append", "default": []}
 SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
-"""Settings of an option that may be repeated, or take several values, or both."""
+"""argparse settings of an option that may be repeated, or also take several values at once."""
 
 # -- options -------------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ def add_command(
     description: str | None = None,
     epilog: str | None = None,
 ) -> Parser:
-    """Add a command or one of its verbs."""
+    """Add a command, or a verb of one, that runs `action`; returns its parser."""
     parser: Parser = commands.add_parser(name, help=help, description=description, epilog=epilog)
     parser.set_defaults(action=action)
     return parser
@@ -74,7 +74,7 @@ def add_command(
 def option(target: Any, names: str, help: str | None = None, **settings: Any) -> None:
     """Add to a parser or group `--name METAVAR`, a flag `--name` or a positional `name METAVAR`.
 
-    `settings` are argparse's. An option without METAVAR and choices is a flag.
+    `settings` are those of `add_argument`. Without METAVAR, choices and nargs it is a flag.
     """
     words = names.split()
     strings = [word for word in words if word.startswith("-")] or words[:1]
@@ -86,7 +86,7 @@ def option(target: Any, names: str, help: str | None = None, **settings: Any) ->
 
 
 def reader(expected: str, read: Callable[[str], Any], holds: Callable[[Any], bool]) -> Any:
-    """A type for `option` with a plain refusal."""
+    """An argparse type: `read` the text and test it; the error message states `expected`."""
 
     def checked(text: str) -> Any:
         try:
@@ -119,7 +119,7 @@ seeds = reader(
 def checked(
     expected: str, holds: Callable[[Any], bool], read: Callable[[str], Any] = int, place: str = ""
 ) -> dict[str, Any]:
-    """Settings of an option whose value has to hold; else BadInput at `place`, or its name."""
+    """argparse settings of an option with a tested value; BadInput at `place` or its name."""
 
     class Checked(argparse.Action):
         def __call__(self, parser: Any, namespace: Any, values: Any, name: Any = None) -> None:
@@ -139,7 +139,7 @@ def names(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-# -- what several commands say -------------------------------------------------------------
+# -- helpers of several commands -----------------------------------------------------------
 
 
 def print_json(content: Any) -> None:
@@ -147,7 +147,7 @@ def print_json(content: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that the user named. Raises BadInput."""
+    """Write a file that the user named. BadInput: it cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -155,7 +155,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def picked(options: argparse.Namespace, kind: type[Any], **more: Any) -> Any:
-    """A dataclass with the fields that options have the names of."""
+    """An instance of the dataclass `kind`, filled from options of the same names and `more`."""
     fields = {field.name for field in dataclasses.fields(kind)}
     given = {name: value for name, value in vars(options).items() if name in fields}
     return kind(**given | more)
@@ -167,7 +167,7 @@ def refuse(title: str, faults: Sequence[Fault]) -> None:
 
 
 def together(options: Mapping[str, Any], title: str) -> None:
-    """Refuse an option that stands without the other ones. Raises BadInput."""
+    """Require all of these options or none. BadInput: only some are given."""
     missing = ", ".join(name for name, value in options.items() if not value)
     given = ", ".join(name for name, value in options.items() if value)
     if given and missing:
@@ -180,12 +180,12 @@ def config_arguments(
     settings: str = "settings that win over the file",
     **more: Any,
 ) -> None:
-    """The configuration, and the settings that may follow it."""
+    """Add the positional CONFIG and the `key=value` settings after it."""
     option(parser, "config CONFIG", config, type=Path, **more)
     option(parser, "overrides key=value", settings, nargs="*")
 
 
 def key_variable(parser: Parser) -> None:
-    """Where the key of `--endpoint` comes from."""
+    """Add `--key-variable`, which names the variable with the key of `--endpoint`."""
     text = "environment variable with the endpoint's key; OPENAI_API_KEY for OpenAI's own"
     option(parser, "--key-variable NAME", text)

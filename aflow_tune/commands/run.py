@@ -119,11 +119,11 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def write_project(folder: Path) -> list[Path]:
-    """Write the files of a small project that are not there yet; returns those written. They stand
-    in `project/`; those in Python with `.txt` behind their names.
+    """Write the missing files of a small project into `folder`; returns those written. Templates
+    are in `project/`, Python files with the suffix `.txt`; the rows are made here.
 
     Raises:
-        BadInput: `folder` cannot be a folder.
+        BadInput: `folder` is, or lies below, a file.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ def write_project(folder: Path) -> list[Path]:
     names = ("workflow.py.txt", "config.yaml", "test_workflow.py.txt", "README.md")
     shipped = Path(__file__).with_name("project")
     files = {name.removesuffix(".txt"): (shipped / name).read_text("utf-8") for name in names}
-    # Every third sum is held out, so that both sets are equally hard.
+    # Every third sum is held out: both sets are equally hard.
     rows = [{"question": f"What is {n} + {n + 1}?", "answer": 2 * n + 1} for n in range(1, 61)]
     lines = [json.dumps(row) + "\n" for row in rows]
     files["held_out.jsonl"] = "".join(lines[2::3])

@@ -1,6 +1,6 @@
 """The command of a submitted job: `python -m aflow_tune.commands.run_submitted`.
 
-Not for people: `aflow-tune submit` makes the job that calls it.
+Internal: `aflow-tune submit` creates the job that calls it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from aflow_tune.errors import AflowTuneError, ExitCode
 
 
 def main() -> int:
-    """Run what was submitted; prints and returns the exit code of the run."""
+    """Run the submitted configuration; prints (for `submit --follow`) and returns the exit code."""
     from aflow_tune.config.quiet import quiet
 
     quiet()
@@ -29,7 +29,7 @@ def main() -> int:
         code = int(error.exit_code)
     except KeyboardInterrupt:
         print("\naflow-tune: stopped at once; what was saved before is kept.", file=sys.stderr)
-    except Exception:  # a defect: told before the line that the client takes for the end
+    except Exception:  # a defect: print before the line at which the client stops reading
         traceback.print_exc()
     sys.stderr.flush()
     print(f"{ENDED}{code}", flush=True)

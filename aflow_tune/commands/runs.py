@@ -1,4 +1,4 @@
-"""`aflow-tune runs`: a list of runs, going on with one, and making room on the disk."""
+"""`aflow-tune runs`: list runs, resume one, delete checkpoints that are not needed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from aflow_tune.runs.listing import RunInfo
 
 ROOTS = ("runs", "checkpoints")
-"""Where the recipes, and configurations that say nothing, put their run folders."""
+"""Default folders of runs: of the recipes, and of configurations that name none."""
 _ACTIONS = ("list", "resume", "clean")
 _LONGEST_ERROR = 300
 _DESCRIPTION = """\
@@ -59,7 +59,7 @@ asks. Never touches a run that is going on, export/, or anything that is not our
 
 
 def arrange(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `list` put in where no action is named."""
+    """Insert `list` into the arguments if they name no action."""
     command, *rest = arguments
     named = next((word for word in rest if not word.startswith("-")), None)
     asks_help = any(word in ("-h", "--help") for word in rest)
@@ -112,10 +112,10 @@ def _folders(verb: Parser) -> None:
 
 
 def _roots(folders: Sequence[Path]) -> list[Path]:
-    """The folders to look in.
+    """The folders to search: those named, else the existing ones of `ROOTS`.
 
     Raises:
-        BadInput: one that was named is not there, or none of the usual ones is.
+        BadInput: a named folder does not exist.
     """
     if folders:
         cure = "name the folder that holds your runs"
@@ -181,7 +181,7 @@ def _print_table(found: Sequence[RunInfo]) -> None:
 
 
 def one_line(error: str) -> str:
-    """The first line of an error, and the last one, which in a traceback says why."""
+    """The first and the last line of an error; the latter is the message of a traceback."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     text = " ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
     return "".join(c if c.isprintable() else "?" for c in text)[:_LONGEST_ERROR]

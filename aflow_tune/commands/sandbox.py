@@ -1,4 +1,4 @@
-"""`aflow-tune sandbox`: the wall that programs run behind here, and one program behind it."""
+"""`aflow-tune sandbox`: show the isolation available here, and run one program in it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _common(parser: Parser) -> None:
-    # Suppressed: the parser of `run` would put its defaults over what stood before the word.
+    # No defaults: those of `run` would overwrite options given before the verb.
     option(
         parser,
         "--policy",
@@ -111,7 +111,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _harmless(text: str) -> str:
-    """The text without what a terminal would obey, such as the codes that move its cursor."""
+    """The text with control characters escaped, so that it cannot control the terminal."""
     return "".join(
         character if character in "\n\t" or character.isprintable() else repr(character)[1:-1]
         for character in text

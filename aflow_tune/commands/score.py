@@ -1,4 +1,4 @@
-"""`aflow-tune score`: answers that came from anywhere, scored by both rules of a benchmark."""
+"""`aflow-tune score`: score given answers by a benchmark's strict and published rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`aflow-tune sweep`: one configuration, tried with other settings."""
+"""`aflow-tune sweep`: search settings of a configuration by repeated training."""
 
 from __future__ import annotations
 

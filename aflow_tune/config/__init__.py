@@ -1,9 +1,9 @@
-"""What a YAML says, read, checked and made ready: Trinity's schema, and our own sections.
+"""The configuration: read, check and prepare a YAML with Trinity's schema and our sections.
 
-Importing this settles how Trinity runs where vLLM is missing: Trinity 0.6.0 imports five names of
-it for images and videos, for which a stand-in takes its place. requirements/trinity-cpu.txt
-installs vLLM's CPU build and a shim, `trinity_on_cpu`, which lets Trinity's vLLM worker and verl's
-FSDP workers compute on processors (`on_processors`).
+Importing this package makes Trinity importable without vLLM: Trinity 0.6.0 imports six names of it
+for images and videos, for which a stand-in is put into `sys.modules`. requirements/trinity-cpu.txt
+installs vLLM's CPU build and a shim, `trinity_on_cpu`, with which Trinity's vLLM worker and verl's
+FSDP workers run on CPUs (`on_processors`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _NAMES = {
 PROCESSORS = {
     "VERL_USE_EXTERNAL_MODULES": "trinity_on_cpu.verl_side",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # sampler and trainer share the processors
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # sampler and trainer share the CPUs
     "OMP_NUM_THREADS": "1",
 }
-"""The environment of Trinity's workers where they compute on processors."""
+"""The environment of Trinity's workers when they run on CPUs."""
 
 
 class _NotInstalled:
-    """Takes the place of a vLLM name; using it says what is missing."""
+    """Replaces a name of vLLM; raises ImportError when used."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise ImportError(
@@ -70,7 +70,7 @@ def stand_in_for_vllm() -> None:
 
 
 def on_processors() -> bool:
-    """Whether vLLM and verl would compute on processors here."""
+    """Whether vLLM and verl would run on CPUs here."""
     if importlib.util.find_spec("trinity_on_cpu") is None:
         return False
     import torch

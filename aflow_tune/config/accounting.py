@@ -1,7 +1,7 @@
-"""What a run may spend: its limits, the file that counts, and the prices that they need.
+"""What a run may spend: its limits, the file with its account, and the prices that these need.
 
-A step or an evaluation in which the budget ended does not count: some of its episodes failed for
-want of money. The state before is saved; with a higher limit the same command goes on from it.
+A step or evaluation during which a limit is reached is discarded: some of its rollouts failed for
+that reason. The state before it is saved; with a higher limit the same command resumes from it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from aflow_tune.trace import POLICY
 
 
 def spend_of(config: AflowConfig) -> RunSpend:
-    """What the run of a prepared configuration may spend."""
+    """The account and limits of the run of a prepared configuration."""
     account = str(Path(config.account_folder) / ACCOUNT_FILE)
     return RunSpend(account, config.budget, config.models)
 
 
 def stop_at_limit(config: AflowConfig) -> None:
-    """Raises BudgetReached if some process of the run met a limit."""
+    """Raise BudgetReached if any process of the run has reached a limit."""
     reason = spend_of(config).reached()
     if reason is not None:
         raise BudgetReached(reason)
 
 
 def check_spend(config: AflowConfig, *, tuned: bool = True) -> Iterable[Fault]:
-    """What is wrong with the models and the limits, missing keys and prices included. `tuned`:
-    whether the model being tuned is asked; `check_served` checks one in its place."""
+    """Faults of the models and the limits, missing keys and prices included; adds warnings.
+    `tuned`: whether the model being tuned is called; `check_served` checks models in its place."""
     faults = [*check_models(config.models), *check_budget(config.budget)]
     if config.budget.usd is not None and not faults:
         policy = {POLICY: ModelSettings()} if tuned else {}
         faults += _unpriced({**policy, **config.models}.items())
-        # Calls of auxiliary models that run written workflows are counted, their price unknown.
+        # Auxiliary models that run written workflows are counted too; they have no price.
         used = {config.writer.executor, *config.writer.models.values()}
         fix = "limit budget.tokens instead, or serve it and give it base_url and prices in `models`"
         for model in config.explorer.auxiliary_models:
@@ -54,9 +54,9 @@ def check_spend(config: AflowConfig, *, tuned: bool = True) -> Iterable[Fault]:
 
 
 def check_served(config: AflowConfig, served: Sequence[ModelSettings]) -> None:
-    """Hold models that are asked in place of the tuned one against a limit on money.
+    """Check models that are called instead of the tuned one against `budget.usd`; adds warnings.
 
-    Raises BadInput: the price of one is not known."""
+    Raises BadInput: there is such a limit, and the price of a model is unknown."""
     if config.budget.usd is not None and (faults := _unpriced((POLICY, one) for one in served)):
         raise BadInput("A budget of money needs the price of every model.", faults)
     for model in served:
@@ -64,7 +64,7 @@ def check_served(config: AflowConfig, served: Sequence[ModelSettings]) -> None:
 
 
 def say_prices(config: AflowConfig, models: Mapping[str, ModelSettings]) -> None:
-    """Warn of every price that was taken by a model's name, for an address unknown to the list."""
+    """Warn of each price that was found by model name, as the list does not know the address."""
     for role, model in models.items():
         if (price := stands_in(model)) is not None:
             warning = (

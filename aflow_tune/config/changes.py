@@ -1,6 +1,6 @@
-"""What preparing a configuration changed, the file beside the run, and what a resumed run keeps.
+"""What `prepare` changed in a configuration, its saved file, and what a resumed run must keep.
 
-The list is the difference between the settings as loaded and as run, each with its reason, without
+Changes are the differences between the settings as loaded and as run, each with its reason, without
 those that Trinity fills in for its own use.
 """
 
@@ -44,7 +44,7 @@ HIDDEN = words(
 )
 
 READ_FROM = "# read from: "
-"""In a saved configuration, before the file (as JSON) that its relative paths may go out from."""
+"""Precedes, in a saved configuration, the path of the original file as a JSON string."""
 
 _LOCAL_WHY = {
     "local.dtype": "`deterministic: true` computes in fp32",
@@ -90,8 +90,8 @@ _WIDTH = 48
 def differences(
     before: Mapping[str, Any], after: Mapping[str, Any], reasons: Mapping[str, str]
 ) -> list[Change]:
-    """The changes from `before` to `after`, two flattened configurations; `reasons` of single keys
-    win over the tables."""
+    """The changes from `before` to `after`, two flattened configurations; `reasons`, by key, win
+    over the tables."""
     local = _LOCAL_WHY if after.get("engine") == "local" else {}
     patterns = [*local.items(), *_WHY.items()]
     # Trinity turns the one `taskset` into the first of `tasksets`.
@@ -112,7 +112,7 @@ def differences(
 
 
 def render_changes(changes: Sequence[Change]) -> str:
-    """The changes as a table: key, from, to, why. Empty where nothing changed."""
+    """The changes as a table: key, from, to, why. Empty if there are none."""
     if not changes:
         return ""
     rows = [("setting", "from", "to", "why")]
@@ -126,8 +126,8 @@ def render_changes(changes: Sequence[Change]) -> str:
 
 
 def save_resolved(config: AflowConfig, changes: Sequence[Change], path: Path) -> None:
-    """Write the configuration as it is run, with the changes as comments in front; it loads with
-    `load_config`. A secret is written as the reference to its environment variable, or masked."""
+    """Write the configuration as run, after comments that list the changes; `load_config` reads it.
+    A secret is written as the interpolation that it came from, or masked."""
     header = "".join(
         f"# {display(c.key)}: {_short(c.before)} -> {_short(c.after)} ({c.why})\n" for c in changes
     )
@@ -161,7 +161,7 @@ def _plain(value: Any, key: str, raw: Mapping[str, str]) -> Any:
 
 
 def _collapsed(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A flat configuration in which arguments of one function are one value."""
+    """A flat configuration in which all arguments of one function are one value."""
     found: dict[str, Any] = {}
     for key, value in flat.items():
         match = _ARGUMENTS.match(key)
@@ -180,7 +180,7 @@ def _empty(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    """A value in at most `_WIDTH` characters; of a dotted path, the end tells more."""
+    """A value in at most `_WIDTH` characters; of a dotted path the end tells more."""
     if isinstance(value, dict):
         value = ", ".join(f"{key.rpartition('.')[2]}={item}" for key, item in value.items())
     text = "-" if _empty(value) else str(value)
@@ -193,11 +193,11 @@ RENAMED = {
     f"{_ENGINE}rollout.anchors.": f"{_ENGINE}rollout.operators.",
     f"{_ENGINE}training.sampling.": f"{_ENGINE}rollout.operators.",
 }
-"""Modules that have moved, of classes whose dotted paths stand in the files of earlier runs."""
+"""Moved modules: dotted paths of their classes stand in the files of earlier runs."""
 
 
 def renamed(value: Any) -> Any:
-    """Content of a YAML or a state file with the paths of moved classes as they are today."""
+    """Content of a YAML or a state file with the current dotted paths of moved classes."""
     if isinstance(value, dict):
         return {key: renamed(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -229,8 +229,8 @@ _PLAIN = (int, float, str, bool, type(None))
 
 
 def fingerprint_of(config: AflowConfig) -> dict[str, Any]:
-    """What a resumed run must have in common with its beginning, as JSON values; secrets masked."""
-    # With a data set the latter is the batch; with rollouts it is filled in, and not read.
+    """The settings that must not change when a run is resumed, as JSON values; secrets masked."""
+    # With `mode: train` it is the batch; with rollouts the local engine does not read it.
     own = ("buffer.batch_size", *(("buffer.train_batch_size",) if config.mode == "train" else ()))
     return {
         key: masked(key, value if isinstance(value, _PLAIN) else str(value))
@@ -240,5 +240,5 @@ def fingerprint_of(config: AflowConfig) -> dict[str, Any]:
 
 
 def is_free(key: str) -> bool:
-    """Whether a setting may change between two commands of one run."""
+    """Whether a setting may change when a run is resumed."""
     return key.startswith(_FREE_KEYS) or _FREE_OF_A_MODEL.match(key) is not None

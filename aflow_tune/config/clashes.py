@@ -1,10 +1,10 @@
 """Installed versions that are known to break, each with its reason and what to install.
 
-Judged by metadata, as several of these clashes break the very import: by `aflow-tune doctor`, for
-every node of a cluster, and at the start of every command that needs Trinity, which refuses.
+Only metadata is read, since several of these clashes break the import itself. `aflow-tune doctor`
+checks every node of a cluster; every command that needs Trinity checks at its start, and refuses.
 
-In the table 'seen' means that the versions were installed and the failure was seen; 'read' that it
-follows from the installed sources or from the package's own requirements.
+In the table 'seen' means that the versions were installed and failed; 'read' that the failure
+follows from the installed sources or from the package's requirements.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 Installed = Mapping[str, str]
-"""Version by name of the distribution; what is not installed is not in it."""
+"""Versions of the installed distributions by name."""
 
 
 @dataclass(frozen=True)
 class Clash:
-    """Versions of one distribution that break, perhaps only beside others."""
+    """Versions of one distribution that break, always or only beside others."""
 
     name: str
     breaks: str
-    """Specifiers of the versions that break."""
+    """PEP 440 specifiers of the versions that break."""
     reason: str
     cure: str
     """Requirements to install."""
     beside: Mapping[str, str | None] = field(default_factory=dict)
-    """Only if these are installed in such versions too; None: only if it is not installed."""
+    """The clash also needs these distributions in these versions; None: not installed."""
 
 
 _TRANSFORMERS, _VLLM = "transformers>=5.12.1,<6", "vllm>=0.22.1,<=0.23.0"
@@ -80,14 +80,14 @@ CLASHES: tuple[Clash, ...] = (
 )
 
 NEEDED = ("torch", "ray", "trinity-rft", "transformers", "agentscope", "omegaconf")
-"""Without these nothing that trains can be imported."""
+"""Distributions without which nothing that trains can be imported."""
 
 _JUDGED = [name for clash in CLASHES for name in (clash.name, *clash.beside)]
 WATCHED: tuple[str, ...] = tuple(dict.fromkeys([*NEEDED, *_JUDGED, "torchvision"]))
 
 
 def installed_versions(names: tuple[str, ...] = WATCHED) -> dict[str, str]:
-    """The versions of those that are installed, from their metadata; nothing is imported."""
+    """The versions of the installed ones among `names`, from metadata; nothing is imported."""
     found = {}
     for name in names:
         try:
@@ -100,7 +100,7 @@ def installed_versions(names: tuple[str, ...] = WATCHED) -> dict[str, str]:
 
 
 def known_clashes(installed: Installed) -> list[tuple[Clash, str]]:
-    """Each clash of `CLASHES` that is installed, with the versions found in words."""
+    """Each clash that is installed, that of torchvision included, with the versions in words."""
     found = [_torchvision(installed)]
     for clash in CLASHES:
         names = [name for name in (clash.name, *clash.beside) if name in installed]
@@ -113,25 +113,25 @@ def known_clashes(installed: Installed) -> list[tuple[Clash, str]]:
 
 
 def missing(installed: Installed) -> list[str]:
-    """What is needed and not installed."""
+    """The distributions of `NEEDED` that are not installed."""
     return [name for name in NEEDED if name not in installed]
 
 
 def install(*requirements: str) -> str:
-    """The command that installs these into the environment that runs us."""
+    """The pip command that installs these requirements."""
     return f"python -m pip install {' '.join(repr(text) for text in requirements)}"
 
 
 def cure_of(clash: Clash) -> str:
-    """The command that ends a clash."""
+    """The command that resolves a clash."""
     return clash.cure if " " in clash.cure else install(clash.cure)
 
 
 @functools.cache
 def refuse_clashes() -> None:
-    """Refuse to start with versions that are known to break, once a process.
+    """Refuse to start with versions that are known to break; checked once per process.
 
-    Raises BadInput: with each of them, and with what is not installed at all."""
+    Raises BadInput: with all of them, and with needed packages that are not installed."""
     installed = installed_versions()
     faults = [
         Fault(f"the installed {one.name}", f"another version: {one.reason}", found, cure_of(one))
@@ -145,7 +145,7 @@ def refuse_clashes() -> None:
 
 
 def matches(version: str, specifiers: str) -> bool:
-    """Whether a version is one of those; False for a version that cannot be read."""
+    """Whether a version fits the specifiers; False for a malformed version."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion, Version
 
@@ -156,7 +156,7 @@ def matches(version: str, specifiers: str) -> bool:
 
 
 def _torchvision(installed: Installed) -> tuple[Clash, str] | None:
-    """A torchvision that was built for another PyTorch; Trinity needs none on a CPU.
+    """A torchvision built for another PyTorch; on a CPU Trinity does without torchvision.
     seen: torchvision 0.29.2 beside torch 2.13.0+cpu: transformers cannot import a model."""
     torch, vision = installed.get("torch"), installed.get("torchvision")
     if torch is None or vision is None:
@@ -173,7 +173,7 @@ def _torchvision(installed: Installed) -> tuple[Clash, str] | None:
 
 
 def requirements_of(name: str) -> list[Requirement]:
-    """What an installed distribution itself asks for, here and without extras."""
+    """The requirements of an installed distribution on this platform, without extras."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:

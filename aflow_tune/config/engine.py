@@ -1,7 +1,7 @@
-"""Which engine runs a configuration, on which devices, and what its sampler is told.
+"""Which engine runs a configuration, on which devices, and the settings of its sampler.
 
-How GPUs are found, claimed and watched is the room `gpus`'; this module says which, how many and
-for whom.
+The package `gpus` finds, claims and watches GPUs; this module decides which, how many and for
+which run.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def choose_engine(config: AflowConfig) -> tuple[str, str]:
-    """The engine ('local' or 'trinity') and the reason; a prepared configuration keeps its own.
+    """The engine ('local' or 'trinity') and the reason; fixed once a configuration is prepared.
 
-    Raises BadInput: `engine: trinity` cannot run here, or `engine: local` has a remote service."""
+    Raises BadInput: `engine: trinity` cannot run here, or `engine: local` with a remote service."""
     if config.prepared.engine is not None:
         return config.prepared.engine
     services = ("tinker", "external_model")
@@ -71,7 +71,7 @@ def choose_engine(config: AflowConfig) -> tuple[str, str]:
 
 
 def removes_padding() -> bool:
-    """Whether flash-attn's functions that take padding out are there."""
+    """Whether the padding functions of flash-attn are installed."""
     try:
         return importlib.util.find_spec("flash_attn.bert_padding") is not None
     except ImportError:  # of `flash_attn`, which this imports
@@ -84,7 +84,7 @@ def _refused(config: AflowConfig, found: str, fix: str) -> BadInput:
 
 
 def give_engine_settings(config: AflowConfig) -> None:
-    """Put what `rollout_model.SamplerHost` asks for into the configuration's models."""
+    """Set the `extra_engine_args` that `rollout_model.SamplerHost` reads, for every model."""
     engine: dict[str, Any] = {
         "device": config.local.device,
         "dtype": "float32" if config.deterministic else config.local.dtype,
@@ -114,15 +114,15 @@ def computes_in_16_bits(config: AflowConfig) -> bool:
 
 
 def sampling_speed(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Tokens drawn per second of the sampler's work between two readings of its totals."""
+    """Tokens sampled per second of the sampler's busy time, between two readings of its totals."""
     seconds = after["busy_seconds"] - before["busy_seconds"]
     tokens = after["generated_tokens"] - before["generated_tokens"]
     return {"rollout/tokens_per_second": tokens / seconds} if seconds > 0 else {}
 
 
 def check_devices(config: AflowConfig, engine: str | None = None) -> Iterable[Fault]:
-    """What is wrong with `physical_gpus` and `protected_pids`, whatever machine they meet.
-    `engine`: the one that was chosen, where `config.engine` does not say it yet."""
+    """Faults of `physical_gpus` and `protected_pids` that do not depend on this machine's GPUs.
+    `engine`: the chosen one, if `config.engine` is still `auto`."""
     where = config.positions.where
     yield from wanted_faults(config.physical_gpus, where(_KEY))
     yield from pid_faults(config.protected_pids, where("protected_pids"))
@@ -145,10 +145,10 @@ def check_devices(config: AflowConfig, engine: str | None = None) -> Iterable[Fa
 
 @contextlib.contextmanager
 def own_devices(config: AflowConfig, say: Callable[[str], None] = print) -> Iterator[None]:
-    """Claim the devices that `physical_gpus` asks for and hide all others, for the block; without
-    the setting nothing is claimed or hidden. To be entered before anything looks for CUDA.
+    """For the block, claim the devices that `physical_gpus` asks for and hide all others; without
+    the setting do nothing. Enter it before anything initialises CUDA.
 
-    Raises BadInput: the settings are wrong, or there are not so many free devices."""
+    Raises BadInput: the settings are wrong, or too few devices are free."""
     if config.physical_gpus is None:
         yield
         return
@@ -177,23 +177,23 @@ def own_devices(config: AflowConfig, say: Callable[[str], None] = print) -> Iter
 
 
 def missing_devices(config: AflowConfig) -> list[Fault]:
-    """What would keep `own_devices` from its devices now. Claims nothing."""
+    """What would prevent `own_devices` from claiming its devices now. Claims nothing."""
     if config.physical_gpus is None:
         return []
     engine = _engine_by_nvml(config)
     if list(check_devices(config, engine)):
-        return []  # what is wrong with the settings is told with them
+        return []  # `check_devices` reports these
     where = config.positions.where(_KEY)
     return obstacles(config.physical_gpus, _count(config, engine), where)
 
 
 def _count(config: AflowConfig, engine: str) -> int | None:
-    """How many devices of this machine the run needs; None: all that are free."""
+    """How many devices of this machine the run needs; None: all free ones."""
     return 1 if engine == "local" else config.cluster.gpu_per_node or None
 
 
 def _engine_by_nvml(config: AflowConfig) -> str:
-    """The engine that will run, found by asking NVML: CUDA itself must not be used yet."""
+    """The engine that will run, found through NVML: CUDA must not be initialised yet."""
     if config.engine != "auto":
         return config.engine
     before = dict(os.environ)
@@ -207,7 +207,7 @@ def _engine_by_nvml(config: AflowConfig) -> str:
 
 @contextlib.contextmanager
 def use_recorded(config: AflowConfig, run_dir: Path) -> Iterator[None]:
-    """Record in the run's metrics how much its GPUs on this machine are used, for the block."""
+    """For the block, record the use of the run's GPUs on this machine in its metrics."""
     tail, last = LineTail(run_dir / FILE_NAME), 0
 
     def step() -> int:
@@ -228,7 +228,7 @@ def use_recorded(config: AflowConfig, run_dir: Path) -> Iterator[None]:
 
 
 def _watched(config: AflowConfig) -> list[Device]:
-    """The run's devices on this machine; none where a service computes, or the CPU."""
+    """The run's GPUs on this machine; none if a service, another machine or the CPU computes."""
     found = find_ray(config) if uses_ray(config) else None
     if (
         config.model.tinker.enable
@@ -248,7 +248,7 @@ def _watched(config: AflowConfig) -> list[Device]:
 
 
 def _is_here(address: str) -> bool:
-    """Whether a Ray of this address has its head on this machine: then its host can be bound."""
+    """Whether the head of a Ray is on this machine: then a socket can bind to its host."""
     try:
         with socket.create_server((address.rpartition("//")[2].partition(":")[0], 0)):
             return True

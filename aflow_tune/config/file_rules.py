@@ -1,7 +1,7 @@
-"""Rules about what the files hold that a configuration names: models, rows, templates, runs.
+"""Rules about the content of files that a configuration names: models, rows, templates, runs.
 
-Nothing is loaded, fetched or tokenised: rows that are too long are found where they are tokenised
-(`engines/trinity/readers.py`).
+No model is loaded, nothing is fetched or tokenised: `engines/trinity/readers.py` finds rows that
+are too long when it tokenises them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Found = Iterable[Fault | str]
 def check_paths(
     config: AflowConfig, key: str, taskset: TasksetConfig | ExperienceBufferConfig
 ) -> Iterator[Fault]:
-    """Whether anything can be read under the path of a task set."""
+    """The fault of a task set's path under which nothing can be read."""
     expected = "a .jsonl, .json, .csv or .parquet file, a folder of them, or a hub id"
     if not taskset.path:
         yield config.fault(f"{key}.path", expected, "none", "path: data/train.jsonl")
@@ -66,8 +66,8 @@ def check_data(
     *,
     harvest: bool = False,
 ) -> Findings:
-    """Check the rows of every task set: readable, with the fields read, no leaks. For a `harvest`,
-    rows that cannot be asked about or are held out too are left out later, and not told here."""
+    """Check the rows of every task set: readable, with the fields that the functions read, no leaks
+    into held-out rows. A `harvest` drops unusable and leaking rows later: not reported here."""
     found = Findings()
     reads: list[FieldRead] = []
     for function in filter(None, (workflow, judge)):
@@ -81,8 +81,8 @@ def check_data(
         if table is None:
             continue
         rows = zip(table.rows, table.places, strict=True)
-        needs = not is_held_out and "benchmark" in of_mix  # the mix gives it to those without
-        strange = (  # what a writer cannot ask about or score
+        needs = not is_held_out and "benchmark" in of_mix  # the mix adds it to rows without
+        strange = (  # rows that a writer cannot pose or score
             replace(fault, where=f"{place}: {fault.where}")
             for row, place in rows
             if row_faults is not None and (not needs or row.get("benchmark"))
@@ -110,7 +110,7 @@ def check_data(
 def _checked_table(
     config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig, found: Findings
 ) -> Table | None:
-    """The rows of a task set; None where there are none on disk or one is faulty."""
+    """The rows of a task set; None if they are not on disk or one is faulty. Adds to `found`."""
     if not taskset.path:
         return None
     if warning := locate(config, taskset).warning:
@@ -123,15 +123,15 @@ def _checked_table(
     return None if rows.faults else table
 
 
-# The data set of `mode: train`, as Trinity means it: `sft` takes `messages` that end with the
+# The data set of `mode: train`, in Trinity's format: `sft` takes `messages` that end with the
 # assistant's turn, or a `prompt` and a `response`; `dpo` a prompt with a `chosen` and a `rejected`
-# answer; `cpt` text.
+# response; `cpt` text.
 
 KEY = "buffer.trainer_input.experience_buffer"
 
 
 def check_experiences(config: AflowConfig) -> Iterator[Fault]:
-    """Faults of the settings: no data set, one that is not there, batches that it cannot fill."""
+    """Faults of the data set of `mode: train`: missing, or too small for one batch."""
     buffer = experience_buffer(config)
     if buffer is None or not buffer.path:
         fix = f"{KEY}: {{path: data/sft.jsonl, storage_type: file}}"
@@ -157,18 +157,18 @@ def check_experiences(config: AflowConfig) -> Iterator[Fault]:
         yield config.wrong(key, expected, fix)
     key = "trainer.save_interval"
     if config.positions.given(key) and config.trainer.save_interval == 0:
-        # Trinity synchronises these algorithms as often as it saves.
+        # For these algorithms Trinity synchronises weights whenever it saves.
         yield config.wrong(key, "1 or more with `mode: train`", "save_interval: 10")
 
 
 def awaited(config: AflowConfig) -> bool:
-    """Whether an earlier stage is still to write the data set."""
+    """Whether an earlier stage has yet to write the data set."""
     buffer, path = experience_buffer(config), config.prepared.awaited
     return path is not None and buffer is not None and locate(config, buffer).kind == "missing"
 
 
 def _check_experience_rows(config: AflowConfig, found: Findings) -> None:
-    """Rows that are unreadable, or lack what the algorithm learns from: with file and line."""
+    """Add faults of rows that are unreadable, or lack what the algorithm learns from."""
     buffer, kind = experience_buffer(config), config.algorithm.algorithm_type
     if buffer is None or awaited(config):
         return
@@ -190,14 +190,14 @@ _LEARNED = {
     ("dpo", False): ("prompt_key", "system_prompt_key", "chosen_key", "rejected_key"),
     ("cpt", False): ("prompt_key",),
 }
-"""Settings of `format` that name the fields learned from, by algorithm and whether the fields are
-lists of messages."""
+"""Settings of `format` that name the fields learned from, by algorithm and whether the fields
+are lists of messages."""
 
 
 def _row_problem(
     kind: str, form: FormatConfig, row: Mapping[str, Any]
 ) -> tuple[str, str, str] | None:
-    """What is expected of a row that cannot be learned from, what was found, and what to do."""
+    """Expected, found and cure for a row that cannot be learned from; None if it can."""
     chat = form.prompt_type is PromptType.MESSAGES and kind != "cpt"
     for setting in _LEARNED[kind, chat]:
         key = getattr(form, setting)
@@ -237,8 +237,8 @@ _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tokenizati
 
 
 def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True) -> Found:
-    """The policy's model and the auxiliary ones. Not `whole`: only the sizes in config.json will be
-    read. Not `policy`: only auxiliary models that run written workflows will be loaded."""
+    """Check the policy's model and the auxiliary ones. Without `whole`, only config.json: no
+    weights will be loaded. Without `policy`, only auxiliary models that run written workflows."""
     model, auxiliary = config.model, config.explorer.auxiliary_models
     if model.tinker.enable or model.external_model.enable:
         return
@@ -282,7 +282,7 @@ def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True)
 def _folder_problems(
     folder: Path, key: str, whole: bool, has_template: bool
 ) -> Iterator[tuple[str, str, str]]:
-    """What a model folder lacks for being loaded: expected, found, and what to do."""
+    """What a model folder lacks to be loaded: expected, found, cure."""
     again = "save model and tokenizer again with save_pretrained, into one folder"
     settings, tokenizer = _read(folder / "config.json"), _read(folder / "tokenizer_config.json")
     if settings is None:
@@ -294,7 +294,7 @@ def _folder_problems(
 
     kind = settings.get("model_type")
     unknown = kind not in CONFIG_MAPPING if kind else not settings
-    if unknown and not settings.get("auto_map"):  # no code of its own either
+    if unknown and not settings.get("auto_map"):  # nor does it bring its own code
         expected = "a config.json whose model_type the installed transformers knows"
         yield expected, repr(kind) if kind else "no model_type", again
     weights = ("*.safetensors", "*.bin", "*.safetensors.index.json")
@@ -322,10 +322,10 @@ def _folder_problems(
 
 
 def missing_shards(folder: Path) -> list[str]:
-    """The files of weights that the index in `folder` names and that are not there."""
+    """The weight files that the index in `folder` names but that are missing."""
     index = (_read(folder / "model.safetensors.index.json") or {}).get("weight_map")
     names = set(index.values()) if isinstance(index, dict) else set()
-    if (folder / "model.safetensors").is_file():  # all in one: nobody reads the index
+    if (folder / "model.safetensors").is_file():  # one file: the index is not read
         return []
     return sorted(str(name) for name in names if not (folder / str(name)).is_file())
 
@@ -344,7 +344,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found:
-    """Keys that nothing reads, an algorithm that does not fit the turns, limits that contradict."""
+    """Check `writer`: keys that nothing reads, algorithm against turns, contradicting limits."""
     section, where = config.writer, config.positions.where
     if not section.executor:
         if section != WriterSection():
@@ -362,7 +362,7 @@ def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found
     messages = getattr(workflow, "messages", None)
     if messages is not None and room is not None:
         asked = messages("", section.problem_type or PROBLEM_TYPES[0])
-        tokens = len(asked[0]["content"]) // 4  # characters a token, about
+        tokens = len(asked[0]["content"]) // 4  # about four characters per token
         if tokens > room:
             key = where("model.max_prompt_tokens")
             yield f"{key}: the policy's prompt has about {tokens} tokens, the model takes {room}"
@@ -373,7 +373,7 @@ def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found
 
 
 def check_harvest(config: AflowConfig) -> Iterator[Fault]:
-    """Every fault of the section `harvest`, and of what else a harvest needs."""
+    """Faults of the section `harvest`, and of the other settings that a harvest needs."""
     section, inputs = config.harvest, config.buffer.explorer_input
     known = [name for name in config.models if name != POLICY]
     key = "buffer.explorer_input.taskset"
@@ -413,12 +413,12 @@ def check_harvest(config: AflowConfig) -> Iterator[Fault]:
 
 
 def run_folders(config: AflowConfig) -> list[Path]:
-    """The folders of `harvest.runs`: relative to here, or else to `positions.base`."""
+    """The folders of `harvest.runs`, relative to the current folder or else `positions.base`."""
     return [config.positions.beside(name) for name in config.harvest.runs]
 
 
 def templates_of(config: AflowConfig) -> list[Template]:
-    """The templates that are tried: those of the user's folder, or the shipped ones.
+    """The templates of the folder `harvest.templates`, or the shipped ones.
 
     Raises BadInput: with every file of the folder that is no template."""
     name = config.harvest.templates

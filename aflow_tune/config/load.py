@@ -1,9 +1,9 @@
-"""How a configuration is read: from a YAML, `key=value` overrides, or the arguments of `tune()`.
+"""Reads a configuration from a YAML, `key=value` overrides and the arguments of `tune()`.
 
-Every fault of file and command line is told at once; what the settings mean together is left to
-`prepare`. AgentScope's `DatasetConfig`, `TunerModelConfig`, `TinkerConfig` and `AlgorithmConfig`
-(as in `agentscope.tuner` 1.0.21) are read by their attributes, as importing its tuner would need an
-extra; only the keys that an argument speaks of are set, and count as given by the user.
+All faults of file and command line are reported together; whether settings fit each other is left
+to `prepare`. AgentScope's `DatasetConfig`, `TunerModelConfig`, `TinkerConfig` and `AlgorithmConfig`
+(as in `agentscope.tuner` 1.0.21) are read by attribute, since importing its tuner needs an extra.
+Only keys that the caller set in them count as given by the user.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from aflow_tune.sections import KeyPositions, canonical, display
 
 __all__ = ["AflowConfig", "apply_agentscope_args", "load_config", "read_config"]
 
-# OmegaConf's own loader, so that a value is read here exactly as the merge will read it.
+# OmegaConf's loader, so that values are read here exactly as the merge reads them.
 _Loader = get_yaml_loader()
 
-# What AgentScope's template and AlgorithmConfig give where there is no YAML. Without these a
-# bare `tune(f, train_dataset=..., model=...)` would get Trinity's defaults: PPO on single runs.
+# Defaults of AgentScope's template and AlgorithmConfig, used without a YAML. Otherwise a bare
+# `tune(f, train_dataset=..., model=...)` would get Trinity's: PPO on single rollouts.
 _TEMPLATE: dict[str, Any] = {
     "project": "AgentScope",
     "name": "Experiment",
@@ -96,9 +96,9 @@ def _schema() -> Any:
 def read_config(
     path: str | Path | None, overrides: Sequence[str] = ()
 ) -> tuple[AflowConfig, list[Fault]]:
-    """`load_config` that returns its faults beside what could be read in spite of them.
+    """As `load_config`, but returns the faults, with a configuration without the faulty parts.
 
-    Raises BadInput: the file is missing or is no YAML, so that nothing could be read."""
+    Raises BadInput: the file is missing or no YAML, or OmegaConf cannot merge the rest."""
     positions = KeyPositions()
     content: dict[str, Any] = {}
     faults: list[Fault] = []
@@ -151,8 +151,8 @@ def read_config(
 
 
 def _base_of(path: Path) -> Path:
-    """The folder of a configuration, for its relative paths; of a run's saved one, that of the file
-    it was read from, unless that is gone."""
+    """The folder that relative paths of a configuration refer to: its own; of a saved configuration
+    that of the original file, if it still exists."""
     with contextlib.suppress(OSError, ValueError):
         for line in path.read_text(encoding="utf-8").splitlines():
             if line.startswith(READ_FROM):
@@ -200,7 +200,7 @@ def _unreadable(where: object, expected: str, found: str, fix: str) -> BadInput:
 
 
 def _override(content: dict[str, Any], item: str, positions: KeyPositions) -> list[Fault]:
-    """Check one `key=value` and put it into `content`."""
+    """Check one `key=value` and, if it is sound, put it into `content`."""
     name, equals, text = item.partition("=")
     name = name.strip()
     where = f"command line: {name}{equals}{masked(name, text)}"
@@ -227,7 +227,7 @@ def _override(content: dict[str, Any], item: str, positions: KeyPositions) -> li
 
 
 def _put(content: Any, parts: list[str], value: Any) -> str | None:
-    """Set a nested item, making mappings on the way. Returns what stood in the way."""
+    """Set a nested item, creating what is missing above it. Returns what prevents it, or None."""
     at = content
     for position, part in enumerate(parts):
         last = position == len(parts) - 1
@@ -278,7 +278,7 @@ def apply_agentscope_args(
     monitor_type: str | None = None,
 ) -> None:
     """Write the arguments of `tune()` into `config`; they win over the YAML. A configuration
-    without a YAML gets AgentScope's defaults first. `judge_func` is no setting.
+    without a YAML gets AgentScope's defaults first. `judge_func` is ignored: it is no setting.
 
     Raises BadInput: arguments that describe a single run, for a configuration with `stages`."""
     del judge_func
@@ -350,7 +350,7 @@ def _taskset(dataset: Any, name: str) -> TasksetConfig:
 
 
 def _chosen(source: Any, name: str) -> bool:
-    """Whether the caller set this attribute; a default of AgentScope's class is no choice."""
+    """Whether the caller set this attribute, rather than AgentScope's class by default."""
     fields_set = getattr(source, "model_fields_set", None)
     return getattr(source, name, None) is not None if fields_set is None else name in fields_set
 

@@ -1,8 +1,8 @@
-"""From settings as written to settings that can be used: `prepare`, for whatever purpose.
+"""From settings as written to settings that can be used: `prepare`, for one `Purpose`.
 
-In this order: choose the engine, hold the settings against the rules of the purpose, fill in what
-was left out, run Trinity's validators (for the local engine without those about GPUs, Ray clusters
-and verl), compare before and after. Nothing is started here.
+In this order: choose the engine, check the rules for the purpose, fill in what was left out, run
+Trinity's validators (for the local engine without those about GPUs, Ray clusters and verl), and
+record the differences. No run is started here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RUN_FILTER = "aflow_tune.engines.trinity.rollout.operators.RunFilter"
 ANCHOR_RATE = "aflow_tune.engines.trinity.rollout.operators.AnchorRate"
 SAMPLE_STRATEGY = "aflow_tune.engines.trinity.rollout.operators.WholeStepSampleStrategy"
 COUNTING_STRATEGIES = ("default", "warmup")
-"""Trinity's strategies that take a number of calls, which a workflow does not fix."""
+"""Trinity's strategies that take a fixed number of model calls, which varies by rollout here."""
 
 
 def prepare(
@@ -56,20 +56,20 @@ def prepare(
     local_model: bool = True,
     faults: Sequence[Fault] = (),
 ) -> list[Change]:
-    """Make `config` ready for a purpose, in place. Idempotent: a second call changes nothing.
+    """Prepare `config` for a purpose, in place. Idempotent: a second call changes nothing.
 
     Args:
         purpose: CHECK and ESTIMATE leave nothing on the disk, ask no cluster and fetch nothing.
-        workflow, judge: the functions, where they are known: their source bounds the calls of a
-            rollout, and says which fields of a row they read.
-        local_model: False where the policy is behind an endpoint and will not be loaded.
-        faults: what was found wrong before, to be told together.
+        workflow, judge: the functions, if known: their source bounds the calls of a rollout, and
+            shows which fields of a row they read.
+        local_model: False if the policy is behind an endpoint and will not be loaded.
+        faults: faults found before, to be reported with those found here.
 
     Returns:
         Every setting that now differs from what the user wrote.
 
     Raises:
-        BadInput: with every fault found. `config.warnings` holds what was only doubtful.
+        BadInput: with every fault found. Warnings are added to `config.warnings`.
     """
     kept = config.prepared
     if kept.changes is not None:
@@ -91,7 +91,7 @@ def prepare(
             adapt_local(config)
         elif purpose in RUNS:
             adapt_cluster(config, fetch=not dry)
-        # Trinity knows no `harvest`: for its validators it is a `bench`, which runs a workflow.
+        # Trinity knows no `harvest`: show its validators `bench`, which runs a workflow too.
         harvest = config.mode == "harvest"
         config.mode = "bench" if harvest else config.mode
         try:
@@ -112,7 +112,7 @@ def prepare(
 
 
 def _take_out(config: AflowConfig, purpose: Purpose) -> None:
-    """Take out what this purpose and mode do not read; a stage may inherit it."""
+    """Remove what this purpose and mode do not read, which a stage may inherit."""
     inputs = config.buffer.explorer_input
     if purpose in (Purpose.EVALUATE, Purpose.ASK):
         config.mode = "bench"
@@ -135,10 +135,10 @@ def _take_out(config: AflowConfig, purpose: Purpose) -> None:
 
 
 def adapt(config: AflowConfig) -> None:
-    """Settings that every workflow function needs on either engine. A key that the user set is
-    changed only if it cannot mean anything here.
+    """Apply settings that every workflow function needs on either engine. A key that the user set
+    is changed only if its value cannot work here.
 
-    Raises BadInput: temperatures of training task sets contradict each other."""
+    Raises BadInput: temperatures of training task sets differ from `model.temperature`."""
     given, model = config.positions.given, config.explorer.rollout_model
     model.enable_history = True
     model.enable_openai_api = True
@@ -166,10 +166,10 @@ def adapt(config: AflowConfig) -> None:
     if config.monitor.monitor_type == "tensorboard":
         config.monitor.monitor_type = MONITOR
     if algorithm.algorithm_type == "raft" and algorithm.advantage_fn is None:
-        # It reads none; Trinity 0.6 would fill in ppo's, which its own pipeline then refuses.
+        # raft needs none; Trinity 0.6 would fill in ppo's, which its own pipeline then refuses.
         algorithm.advantage_fn = "reinforce"
     _settle_temperature(config)
-    # Our limit of a rollout must end it before Trinity's drops its whole task.
+    # Our timeout must end a rollout before Trinity's timeout drops its whole task.
     rollout, explorer = config.rollout, config.explorer
     if given("explorer.max_timeout") and not given("rollout.run_timeout"):
         rollout.run_timeout = min(rollout.run_timeout, float(explorer.max_timeout))
@@ -178,7 +178,7 @@ def adapt(config: AflowConfig) -> None:
 
 
 def _settle_temperature(config: AflowConfig) -> None:
-    """The trainer divides by `model.temperature`; make it the one that is sampled with."""
+    """Make `model.temperature`, by which the trainer divides logits, the sampling temperature."""
     found = {
         taskset.rollout_args.temperature: f"{key}.rollout_args.temperature"
         for key, taskset, held_out in user_tasksets(config)
@@ -195,7 +195,7 @@ def _settle_temperature(config: AflowConfig) -> None:
 
 
 def adapt_local(config: AflowConfig) -> None:
-    """Settings of the local engine: turns, memory, one sampler, whole steps."""
+    """Apply settings of the local engine: synchronous steps, one sampler, checkpoints."""
     given, explorer, synchronizer = config.positions.given, config.explorer, config.synchronizer
     synchronizer.sync_method = SyncMethod.MEMORY
     synchronizer.sync_style = SyncStyle.FIXED
@@ -205,7 +205,7 @@ def adapt_local(config: AflowConfig) -> None:
     if not given("explorer.concurrent_mode"):
         explorer.concurrent_mode = "asynchronous"
     if not given("explorer.runner_per_model"):
-        # A large batch gets fewer, else rollouts would wait for the sampler until they time out.
+        # Fewer for a large batch: else rollouts would time out while they wait for the sampler.
         most, repeats = config.local.max_batch, config.algorithm.repeat_times
         crowded = config.buffer.batch_size * repeats > 2 * most
         explorer.runner_per_model = math.ceil(most / repeats) if crowded else most
@@ -234,7 +234,7 @@ def adapt_local(config: AflowConfig) -> None:
 
 
 def adapt_cluster(config: AflowConfig, *, fetch: bool) -> None:
-    """Settings of Trinity's vLLM and verl of which one value works. `fetch`: models may be now."""
+    """Apply settings of vLLM and verl with one workable value. `fetch`: may download models."""
     if config.model.tinker.enable:
         return
     for model in (config.model, *config.explorer.auxiliary_models):
@@ -252,8 +252,8 @@ def adapt_cluster(config: AflowConfig, *, fetch: bool) -> None:
 
 
 def _attending_without_flash_attn(overrides: dict[str, Any]) -> dict[str, Any]:
-    """verl's settings with PyTorch's own attention, unless they name another; in verl's flat layout
-    or in its older one below `actor_rollout_ref`, where a `model` wins."""
+    """verl's settings with PyTorch's SDPA attention, unless they name another; in verl's flat
+    layout or its older one below `actor_rollout_ref`, whose `model` wins."""
     older = overrides.get("actor_rollout_ref")
     if isinstance(older, dict) and ("model" in older or "model" not in overrides):
         return {**overrides, "actor_rollout_ref": _attending_without_flash_attn(older)}
@@ -263,8 +263,8 @@ def _attending_without_flash_attn(overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 class LocalExplorerValidator(upstream.ExplorerConfigValidator):
-    """Trinity's, without the adapter that it would load the whole model to write, nor its limit of
-    one runner a task of a batch: its runners are processes, ours slots."""
+    """Trinity's, without writing a dummy adapter, which loads the whole model, and without its
+    limit of one runner per task of a batch: its runners are processes, ours are slots."""
 
     def validate(self, config: Config) -> None:
         runners = config.explorer.runner_per_model
@@ -276,12 +276,12 @@ class LocalExplorerValidator(upstream.ExplorerConfigValidator):
 
 
 class ModeKeepingValidator(upstream.RayClusterConfigValidator):
-    """Trinity's makes `colocate` of every mode on a single GPU, even of those that use it alone."""
+    """Trinity's sets `colocate` on a single GPU, even for modes that do not share it."""
 
     def _set_cluster_info(self, config: Config) -> None:
         mode, cluster = config.mode, config.cluster
         found = find_ray(config) if isinstance(config, AflowConfig) else None
-        if found is None:  # one of our own is to be started here: nothing to ask yet
+        if found is None:  # we will start one here: there is nothing to ask yet
             import torch
 
             cluster.node_num = cluster.node_num or 1
@@ -299,7 +299,7 @@ class ModeKeepingValidator(upstream.RayClusterConfigValidator):
 
 
 class OfflineModelValidator(upstream.ModelConfigValidator):
-    """For checking without asking Tinker's service which models it has: that takes a key."""
+    """Trinity's, without asking Tinker's service for its models, which takes a key."""
 
     def _check_tinker(self, config: Config) -> None:
         from trinity.algorithm import ALGORITHM_TYPE
@@ -314,7 +314,7 @@ class OfflineModelValidator(upstream.ModelConfigValidator):
 
 
 def set_namespace(config: Config) -> None:
-    """The Ray namespace of a run, as Trinity forms it."""
+    """Set the Ray namespace of a run as Trinity does."""
     if not config.ray_namespace:
         config.ray_namespace = "/".join(
             part for part in (config.project, config.group, config.name) if part
@@ -333,7 +333,7 @@ def _local_cluster(config: Config) -> None:
 
 
 def _run_monitor(config: Config) -> None:
-    """Without importing the monitors of services, which takes most of a second."""
+    """Skip importing the monitors of services, which takes most of a second."""
     config.monitor.monitor_args = config.monitor.monitor_args or {}
     config.monitor.cache_dir = os.path.join(config.checkpoint_job_dir, "monitor")
 
@@ -341,7 +341,7 @@ def _run_monitor(config: Config) -> None:
 def _validators(
     config: AflowConfig, purpose: Purpose, dry: bool
 ) -> list[Callable[[AflowConfig], None]]:
-    """Trinity's validators, with ours in the place of some."""
+    """Trinity's validators, some of them replaced by ours."""
     if purpose not in RUNS:
         return [upstream.ModelConfigValidator().validate, LocalExplorerValidator().validate]
     ours: dict[type, Callable[[AflowConfig], None]] = {}
@@ -349,7 +349,7 @@ def _validators(
         ours[upstream.MonitorConfigValidator] = _run_monitor
     local = config.engine == "local"
     if local or dry or not sys.stdin.isatty():
-        # It asks a question on the terminal; where nobody answers it would wait for ever.
+        # It asks a question on the terminal, and would wait for ever without a user.
         ours[upstream.GPUMemoryValidator] = set_namespace
     if local or dry:
         ours[upstream.ExplorerConfigValidator] = LocalExplorerValidator().validate
@@ -369,7 +369,7 @@ def _validators(
 
 
 def _run_validator(validator: Callable[[AflowConfig], None], config: AflowConfig) -> None:
-    """Let Trinity check and fill in; what it refuses becomes a `BadInput`."""
+    """Run a validator of Trinity; what it refuses becomes a `BadInput`."""
     try:
         validator(config)
     except (ValueError, AssertionError, RuntimeError, ImportError, OSError) as error:
@@ -387,8 +387,8 @@ def _run_validator(validator: Callable[[AflowConfig], None], config: AflowConfig
 
 @contextlib.contextmanager
 def _leaving_no_trace(config: AflowConfig) -> Iterator[None]:
-    """Take away the folders that Trinity's validators make, and keep them from importing Trinity's
-    selectors, which takes a second: a rule has asked for the names before."""
+    """Remove the folders that Trinity's validators make, and keep them from importing Trinity's
+    selectors, which takes a second: a rule has already checked the names."""
     folder, name = chain_folder(config), "trinity.buffer.selector"
     own = [folder / "monitor", folder / "buffer", folder, *folder.parents]
     there = [path for path in own if path.exists()]
@@ -400,8 +400,8 @@ def _leaving_no_trace(config: AflowConfig) -> Iterator[None]:
     finally:
         if made:
             del sys.modules[name]
-        run = Path(config.checkpoint_job_dir or folder)  # perhaps it got another name meanwhile
+        run = Path(config.checkpoint_job_dir or folder)  # a validator may have renamed it
         for path in [run / "monitor", run / "buffer", run, *own]:
             if path not in there:
-                with contextlib.suppress(OSError):  # never made, or somebody has put something in
+                with contextlib.suppress(OSError):  # never made, or not empty
                     path.rmdir()

@@ -1,8 +1,8 @@
 """Keeps the logs of libraries off the user's terminal and in the run's log file.
 
-Trinity's loggers write to standard output. In the command's own process they are replaced by one
-that writes to `<run folder>/log/driver.log` once the folder is known, and to nothing before.
-Workers keep Trinity's: Ray does not forward their output, and their files are in the same folder.
+Trinity's loggers write to standard output. In the command's process they are replaced by one that
+writes to `<run folder>/log/driver.log` once the folder is known, and nowhere before. Workers keep
+Trinity's loggers: Ray does not forward their output, and their files are in the same folder.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ logger = logging.getLogger("trinity")
 
 
 def quiet() -> None:
-    """Send nothing of the libraries to the terminal. Call before our own import of Trinity.
+    """Keep the libraries' output off the terminal. Call before importing Trinity.
 
-    Raises BadInput: versions are installed that are known to break, some of them in that import."""
+    Raises BadInput: installed versions are known to break (`refuse_clashes`)."""
     refuse_clashes()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    # AgentScope's agents print what they say; a run has dozens of them at once.
+    # AgentScope's agents print their messages; a run has dozens of agents at once.
     os.environ.setdefault("AGENTSCOPE_DISABLE_CONSOLE_OUTPUT", "true")
     warnings.filterwarnings("ignore", module=r"(agentscope|datasets|pydantic|ray|transformers)\b")
     import trinity.utils.log as trinity_log
@@ -48,7 +48,7 @@ def quiet() -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """A log on a full disk has gaps; logging would print a traceback for each missing line."""
+    """Drops lines if the disk is full; logging would print a traceback for each of them."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
@@ -57,7 +57,7 @@ class _LogFile(logging.FileHandler):
 
 
 def log_to(folder: Path) -> Path:
-    """Write the libraries' logs of this process to `folder/driver.log` from now on."""
+    """Write this process's library logs to `folder/driver.log` from now on; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "driver.log"
     handler = _LogFile(path, encoding="utf-8")
@@ -67,7 +67,7 @@ def log_to(folder: Path) -> Path:
 
 
 def end_log(then: logging.Handler | None = None) -> None:
-    """Write the libraries' logs nowhere (or to `then`) from now on: the folder of `log_to` goes."""
+    """Close the file of `log_to`; from now on library logs go to `then`, or nowhere."""
     handler = then or logging.NullHandler()
     for name in _LIBRARIES:
         library = logging.getLogger(name)

@@ -1,8 +1,8 @@
-"""Every rule that refuses or doubts a configuration, in one table: `RULES`.
+"""All rules that refuse a configuration or warn about it, in one table: `RULES`.
 
-A rule yields faults, and texts, which are warnings; the table says for which purposes, modes and
-engine it holds. All faults of a case are told at once; rules over several settings are asked only
-where each single one is sound. What Trinity's own validators refuse clearly is left to them.
+A rule yields `Fault`s, and strings, which are warnings; the table states the purposes, modes and
+engine that it applies to. All faults are reported together; rules marked `together` run only if the
+others found none. What Trinity's own validators refuse with a clear message is left to them.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from aflow_tune.sections import display
 ADAPTER = "aflow_tune.engines.trinity.rollout.adapter.WorkflowAdapter"
 MONITOR = "aflow_tune.engines.trinity.training.monitor.RunMonitor"
 MOST_CALLS = 64
-"""Calls of one rollout that are thought possible where the function's source does not tell."""
+"""Assumed upper bound of model calls per rollout if the function's source does not give one."""
 
 
 class Purpose(Enum):
-    """What a configuration is made ready for."""
+    """What a configuration is prepared for."""
 
     RUN = "a run, which begins now"
     CHECK = "a run, of which nothing is started"
@@ -66,7 +66,7 @@ _WITH_ROLLOUTS = ("both", "explore", "colocate")
 
 
 class Case(NamedTuple):
-    """A configuration and how it is going to be used; see `prepare`."""
+    """A configuration and how it will be used; the fields are arguments of `prepare`."""
 
     config: AflowConfig
     purpose: Purpose
@@ -79,18 +79,18 @@ Found = Iterable[Fault | str]
 
 
 class Rule(NamedTuple):
-    """One line of the table. `engine` and `modes` None: whatever they are."""
+    """One line of the table. `engine`, `modes`: None for all."""
 
     check: Callable[[Case], Found]
     purposes: Sequence[Purpose] = RUNS
     modes: Sequence[str] | None = None
     engine: str | None = None
     together: bool = False
-    """Asked only where no other rule found a fault."""
+    """Whether to run only if no rule without this mark found a fault."""
 
 
 def check_settings(case: Case, faults: Sequence[Fault] = ()) -> Findings:
-    """What keeps a configuration from its purpose, `faults` included, and what is doubtful."""
+    """Apply the rules to a case: faults, with `faults` added, and warnings."""
     found, config = Findings(), case.config
     for together in (False, True):
         for rule in RULES:
@@ -106,7 +106,7 @@ def check_settings(case: Case, faults: Sequence[Fault] = ()) -> Findings:
         if found.faults:
             break
     found.faults += faults
-    # Several rules may take offence at one value; the first says it best.
+    # Several rules may report the same place; keep the first.
     found.faults = list({fault.where: fault for fault in reversed(found.faults)}.values())[::-1]
     return found
 
@@ -125,7 +125,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 _Value = tuple[str, Callable[[Any], bool], str, str]
-"""A key, what its value must fulfil, the same in words, and a value that does."""
+"""A key, a test of its value, the test in words, and a valid value."""
 
 _AT_LEAST = {
     1: words(
@@ -144,7 +144,7 @@ _AT_LEAST = {
         """
     ),
 }
-"""Numbers, or null where the schema has it, that may not be less."""
+"""Keys by the least value allowed; null is accepted where the schema allows it."""
 _RANGES: tuple[_Value, ...] = (
     ("algorithm.optimizer.lr", lambda v: 0 < v < math.inf, "a number above 0", "1e-5"),
     ("algorithm.optimizer.weight_decay", lambda v: 0 <= v < math.inf, "0 or more", "0.01"),
@@ -184,7 +184,7 @@ _LOCAL_VALUES: tuple[_Value, ...] = (
     (f"{_BUFFER}.replay_buffer.enable", lambda v: not v, "false: own rollouts only", "false"),
     ("algorithm.optimizer.optimizer_type", lambda v: v in _ADAMS, " or ".join(_ADAMS), "adam"),
 )
-"""Values that would silently change what is learned if the local engine ignored them."""
+"""Settings with values that the local engine lacks: ignoring these would change training."""
 
 
 def _values(config: AflowConfig, table: Iterable[_Value], engine: str = "") -> Found:
@@ -213,7 +213,7 @@ def _unknown_name(config: AflowConfig, key: str, value: str, words: Iterable[str
 
 
 def _registered(case: Case) -> Found:
-    """Names in Trinity's registries, or dotted paths of classes; then arguments of functions."""
+    """Check names in Trinity's registries, dotted paths of classes, arguments of functions."""
     from trinity import algorithm as known
 
     config, algorithm = case.config, case.config.algorithm
@@ -253,7 +253,7 @@ def _registered(case: Case) -> Found:
                 yield _unknown_name(config, key, value, names)
         except (ImportError, AttributeError, KeyError) as error:
             yield config.fault(key, "package.module.Class", f"{value}: {error}", "correct the path")
-    try:  # unknown names were told above
+    try:  # unknown names are reported above
         usual = known.ALGORITHM_TYPE.get(algorithm.algorithm_type).default_config()
         for name, registry in functions.items():
             arguments = getattr(algorithm, f"{name}_args") or {}
@@ -271,7 +271,7 @@ def _registered(case: Case) -> Found:
 
 
 def _needs(case: Case) -> Found:
-    """Switches, an algorithm that fits the mode, sound rewards, a monitor, a system prompt."""
+    """Check switches, algorithm against mode, rewards, monitor, system prompt."""
     config, mode = case.config, case.config.mode
     for name in ("enable_history", "enable_openai_api"):
         key = f"explorer.rollout_model.{name}"
@@ -334,7 +334,7 @@ def _tasksets(case: Case) -> Found:
 
 
 def _rows(case: Case) -> Found:
-    """What the task sets hold. Of a run it is looked at after its settings (`check_data`)."""
+    """Check paths and rows of the task sets. For runs `check_data` is called after `prepare`."""
     for key, taskset, _ in user_tasksets(case.config):
         yield from check_paths(case.config, key, taskset)
     harvest = case.purpose is Purpose.HARVEST
@@ -373,11 +373,11 @@ _BY_GROUP = words(
     reinforce reinforceplusplus
     """
 )
-"""Advantages that compare the rollouts of one task: one rollout has nothing to compare with."""
+"""Advantage functions that compare the rollouts of one task, and so need at least two."""
 
 
 def _advantage(case: Case) -> Found:
-    """Whether groups are compared, and where; Trinity asserts it after the start."""
+    """Check the group size, and where the advantage is computed; Trinity asserts it only later."""
     from trinity.algorithm import ADVANTAGE_FN, ALGORITHM_TYPE
 
     config, algorithm = case.config, case.config.algorithm
@@ -446,7 +446,7 @@ def _evaluation(case: Case) -> Found:
 # --- The local engine ----------------------------------------------------------------------------
 
 _NEEDS_MORE = ("mix", "mix_chord", "on_policy_distill", "jsd")
-"""Algorithms that read expert data, or a teacher's log-probabilities, beside the rollouts."""
+"""Algorithms that need expert data or a teacher's logprobs beside the rollouts."""
 
 
 def _local_settings(case: Case) -> Found:
@@ -487,7 +487,7 @@ def _local_settings(case: Case) -> Found:
 
 
 def _local_sampling(case: Case) -> Found:
-    """Training rollouts must be drawn from the distribution whose gradient is taken."""
+    """Training rollouts must be sampled from the distribution whose gradient is computed."""
     config = case.config
     for place, _, held_out in user_tasksets(config):
         for name, default in (("top_p", 1.0), ("top_k", -1)):
@@ -519,7 +519,7 @@ _GPU_KEYS = words(
 
 
 def _unread(case: Case) -> Found:
-    """What was set and concerns vLLM and verl only: the local engine ignores it."""
+    """Warn of settings that only vLLM and verl read: the local engine ignores them."""
     positions = case.config.positions
     places = {*positions.lines, *positions.overrides, *positions.arguments}
     unread = sorted(
@@ -533,19 +533,19 @@ def _unread(case: Case) -> Found:
 
 
 # --- Trinity's own engines -----------------------------------------------------------------------
-# vLLM can quantise the sampler's weights while it loads them, of use only for a base that stays as
-# it is, with LoRA: else 16-bit weights arrive after every step. verl 0.8.0 cannot quantise.
+# vLLM can quantise the sampler's weights when it loads them, which helps only with LoRA, where the
+# base model is frozen: otherwise 16-bit weights arrive after each step. verl 0.8.0 cannot quantise.
 
 _SAMPLER = "explorer.rollout_model.extra_engine_args"
 _QUANTISING = re.compile(
     r"(explorer\.rollout_model\.extra_engine_args|trainer\.trainer_config)\."
     r"(?!.*\bqat\b)(.*\.)?(quantization|load_in_[48]bit|bnb_)\w*"
 )
-"""Keys that ask for quantised weights. `qat` itself computes in 16 bits."""
+"""Keys that ask for quantised weights. `qat` is excluded: it computes in 16 bits."""
 
 
 def _precision_and_gpus(case: Case) -> Found:
-    """A sampler and a trainer on one GPU; quantised weights that would silently not be."""
+    """Refuse sampler and trainer on one GPU, and quantisation that would silently be ignored."""
     config, local = case.config, case.config.engine == "local"
     one_gpu = config.cluster.node_num == config.cluster.gpu_per_node == 1
     if not local and config.mode == "both" and one_gpu:

@@ -1,8 +1,8 @@
-"""The schema of the YAML: a check that finds every fault, with the key that was meant.
+"""The schema check of the YAML: finds every fault, and suggests the key that was meant.
 
-OmegaConf makes the real merge; it stops at the first fault and knows no lines. `note_lines` keeps
-the line of every key; `Check` reports unknown keys and values of a wrong type and leaves them out,
-so that the rest can still be merged and checked. Values with `${...}` are left to OmegaConf.
+OmegaConf does the actual merge, but stops at the first fault and knows no lines. `note_lines` keeps
+the line of every key; `Check` reports unknown keys and values of a wrong type and drops them, so
+that the rest can still be merged and checked. Values with `${...}` are left to OmegaConf.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from aflow_tune.sections import KeyPositions, display
 
 _MERGE = "tag:yaml.org,2002:merge"
 _MAY_HOLD_A_KEY = re.compile(r"(key|token|secret|passw\w*|credentials?|authorization)$", re.I)
-"""Names under which people write a key into the file, though no such setting is known."""
+"""Names of unknown settings whose value may be an API key, and is not shown."""
 _TRUTH = ("true", "false", "yes", "no", "on", "off", "y", "n", "1", "0")
 _SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
@@ -32,8 +32,8 @@ _SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str
 def note_lines(
     node: yaml.Node, positions: KeyPositions, path: str = "", above: tuple[int, ...] = ()
 ) -> Iterator[Fault]:
-    """Keep the line of every key below a YAML node; yields keys that are there twice, and takes
-    the first of the two out."""
+    """Record the line of every key below a YAML node. Yields a fault for each duplicate key, and
+    removes the first of the two from the node."""
     if id(node) in above:  # an alias that contains itself
         return
     above = (*above, id(node))
@@ -63,16 +63,16 @@ def note_lines(
 
 
 WRONG = object()
-"""In place of a value of which nothing can be used."""
+"""Returned by `Check.check` for a value of which nothing is valid."""
 
 
 class Check:
     """One check of values read from YAML against the dataclass `schema`.
 
     Args:
-        where: the place of a key path, as a fault shows it.
-        raw: filled with values that hold an interpolation, by key path.
-        numbered: take a mapping whose keys are numbers for items of a list.
+        where: maps a key path to its place, for faults.
+        raw: receives values with an interpolation, by key path.
+        numbered: accept a mapping with numbers as keys for items of a list.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Check:
         good = value is not None and value != "???" and not isinstance(value, bytes)
         origin = typing.get_origin(expected) or expected
         if isinstance(expected, type) and issubclass(expected, Enum):
-            try:  # Trinity's enums also take the names that their values had before
+            try:  # Trinity's enums also accept former names of their values
                 expected[str(value)]
             except KeyError:
                 good, choices = False, [member.value for member in expected]
@@ -179,7 +179,7 @@ class Check:
 
 
 def suggest(schema: type, parent: str, name: str, known: dict[str, Any]) -> tuple[str, str]:
-    """For an unknown `name` under `parent`: what was expected there, and what to type instead."""
+    """For an unknown `name` under `parent`: the expected keys, and what to write instead."""
     section = re.sub(r"\.\d+(?=\.|$)", "[]", parent)
     target = elsewhere(name, section, list(known), index(schema))
     if target is None:
@@ -187,7 +187,7 @@ def suggest(schema: type, parent: str, name: str, known: dict[str, Any]) -> tupl
         fix = "remove it; docs/training_yaml.md has what other libraries call the settings"
         return f"a key of `{display(parent) or 'the top level'}`: {words}", fix
     home, _, leaf = target.rpartition(".")
-    # Sections under names of the user's (`models.judge`) are not in the index.
+    # Sections with names from the user (`models.judge`) are not in the index.
     kind = describe(known[leaf][0] if home == section else index(schema)[target])
     return f"`{target}` ({kind})", f"did you mean `{target}`?"
 
@@ -222,7 +222,7 @@ def index(schema: type) -> dict[str, Any]:
 
 
 def strip_optional(kind: Any) -> tuple[Any, bool]:
-    """`Optional[X]` as (X, True), anything else as (itself, False)."""
+    """(X, True) for `X | None`; (Any, True) for other unions and Any; else (kind, False)."""
     if typing.get_origin(kind) in (Union, types.UnionType):
         rest = [argument for argument in typing.get_args(kind) if argument is not type(None)]
         return (rest[0] if len(rest) == 1 else Any), True
@@ -274,9 +274,9 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def elsewhere(name: str, parent: str, siblings: list[str], index: Mapping[str, Any]) -> str | None:
-    """The key path that an unknown `name` under `parent` stands for, or None: a sibling spelled
-    almost so; the same name at another level (the least deep one); a sibling somewhat like it; a
-    key anywhere almost so."""
+    """The key path most likely meant by an unknown `name` under `parent`, or None. In this order: a
+    sibling of nearly the same spelling, the same name elsewhere (the least deep), a less similar
+    sibling, a key of nearly the same spelling anywhere."""
     prefix = f"{parent}." if parent else ""
     bare = name.rpartition(".")[2]
     if prefix + name in index and name != bare:

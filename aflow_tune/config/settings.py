@@ -1,5 +1,5 @@
 """The configuration class: Trinity's `Config` plus `AflowSections`. Its fields are settings;
-everything else that is known of a configuration is in its `prepared`."""
+everything else that is known about a configuration is in its `prepared`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from aflow_tune.sections import AflowSections, KeyPositions
 
 @dataclass(frozen=True)
 class Change:
-    """One setting that differs from what the user wrote. Secrets are masked in it."""
+    """One setting that differs from what the user wrote. Secrets are masked."""
 
     key: str
     before: Any
@@ -31,26 +31,26 @@ class Change:
 
 @dataclass
 class Prepared:
-    """What was found out about one configuration; none of it is a setting. It travels with the
-    configuration, but for what was read on this machine (`tables`, `ray`)."""
+    """What was found out about a configuration; none of it is a setting. It is pickled with the
+    configuration, except what was read on this machine (`tables`, `ray`)."""
 
     positions: KeyPositions = field(default_factory=KeyPositions)
     warnings: list[str] = field(default_factory=list)
-    """What was found doubtful but is not refused."""
+    """Doubts that do not refuse the configuration."""
     engine: tuple[str, str] | None = None
-    """The engine and the reason for it, once it is chosen for good."""
+    """The engine and the reason for it, once `prepare` has fixed it."""
     changes: list[Change] | None = None
     """Every setting that `prepare` changed; None before."""
     command: dict[str, Any] | None = None
-    """What starts this run again (`RunState.command`); None for a call of `tune()`."""
+    """The command that restarts this run (`RunState.command`); None for a call of `tune()`."""
     account_folder: str | None = None
-    """The folder of the chain of stages whose account this run writes into."""
+    """The folder of the chain of stages whose account this run uses; None: its own."""
     awaited: str | None = None
-    """A file that an earlier stage is still to write."""
+    """A file that an earlier stage has yet to write."""
     tables: dict[tuple[str, str, str | None], Table | None] = field(default_factory=dict)
-    """Rows of task sets that were read for checking, by path, split and subset."""
+    """Rows of task sets read so far, by path, split and subset."""
     ray: FoundRay | None = None
-    """The running Ray to join; None: one of its own."""
+    """The running Ray to join; None: the run starts its own."""
     ray_looked_for: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,10 +59,10 @@ class Prepared:
 
 @dataclass
 class StageSection(StageConfig):
-    """One item of `stages`: Trinity's, and `model` beside it."""
+    """One item of `stages`: Trinity's fields and `model`."""
 
     model: ModelConfig | None = None
-    """With a `model_path` of its own the stage begins there, not where the one before ended."""
+    """If it sets `model_path`, the stage starts from there instead of the stage before."""
 
 
 @dataclass
@@ -82,32 +82,32 @@ class AflowConfig(Config, AflowSections):
 
     @property
     def warnings(self) -> list[str]:
-        """What was found doubtful but is not refused."""
+        """Doubts that do not refuse the configuration."""
         return self.prepared.warnings
 
     @property
     def command(self) -> dict[str, Any] | None:
-        """What starts this run again; None for a call of `tune()`."""
+        """The command that restarts this run; None for a call of `tune()`."""
         return self.prepared.command
 
     @property
     def account_folder(self) -> str:
-        """The folder with the account of this run: its own, or that of its whole chain."""
+        """The folder with the account of spend: the run's, or that of its chain of stages."""
         return str(self.prepared.account_folder or self.checkpoint_job_dir)
 
     def fault(self, key: str, expected: str, found: str, fix: str) -> Fault:
-        """A fault of the setting `key`, with the place where it was written."""
+        """A fault of the setting `key`, at the place where it was written."""
         return Fault(self.positions.where(key), expected, found, fix)
 
     def wrong(self, key: str, expected: str, fix: str) -> Fault:
-        """As `fault`; what was found is the value of `key`."""
+        """As `fault`, with the value of `key` as what was found."""
         value = value_of(self, key)
         return self.fault(key, expected, repr(getattr(value, "value", value)), fix)
 
     def note_command(
         self, path: str | Path, overrides: Sequence[str], inline: bool | None = None
     ) -> None:
-        """Keep the command that began the run; of settings that hold secrets only the names."""
+        """Record the command that starts the run; of overrides with secrets only the keys."""
         pairs = [(item, *item.partition("=")[::2]) for item in overrides]
         secret = [key for _, key, value in pairs if masked(key, value) != value]
         self.prepared.command = {
@@ -120,14 +120,14 @@ class AflowConfig(Config, AflowSections):
         }
 
     def get_envs(self) -> dict[str, str]:
-        """Trinity's environment for workers, without keys: Ray logs it and shows it."""
+        """Trinity's environment for workers, without API keys: Ray logs and shows it."""
         external = self.model.external_model
         held = {external.api_key_env, external.base_url_env} if external.enable else set()
         envs = {name: text for name, text in super().get_envs().items() if name not in held}
         return {**PROCESSORS, **envs} if self.engine == "trinity" and on_processors() else envs
 
     def flatten(self) -> dict[str, Any]:
-        """Every setting by its dotted key path; enum members as their values."""
+        """Every setting by its dotted key path; enum members by value."""
         found = self.prepared
         del self.prepared
         try:
@@ -137,7 +137,7 @@ class AflowConfig(Config, AflowSections):
 
 
 def value_of(config: Any, key: str) -> Any:
-    """The value under a dotted key path; None below a section that is not there."""
+    """The value at a dotted key path; None below a missing section or for a mapping's key."""
     for part in key.split("."):
         if isinstance(config, Mapping):
             config = config.get(part)
@@ -147,13 +147,13 @@ def value_of(config: Any, key: str) -> Any:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """A table of names or patterns of keys."""
+    """The words of a text: a table of names or key patterns."""
     return tuple(text.split())
 
 
 def logical_gpus(config: Config) -> int:
-    """The GPUs that Ray counts where Trinity's engines compute on processors: one for each engine
-    of the sampler and of auxiliary models, and one for the trainer."""
+    """The logical GPUs that Ray counts when Trinity's engines run on CPUs: one for each engine and
+    tensor-parallel rank, and one for the trainer; a single one for `colocate` and `train`."""
     models = (config.explorer.rollout_model, *config.explorer.auxiliary_models)
     engines = sum(model.engine_num * model.tensor_parallel_size for model in models)
     return 1 if config.mode in ("colocate", "train") else engines + (config.mode == "both")

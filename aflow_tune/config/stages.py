@@ -1,10 +1,10 @@
-"""`stages:` of a YAML, read: several runs, each beginning where the one before ended.
+"""Reads `stages:` of a YAML: a chain of runs, each of which continues from the one before.
 
-The form is Trinity's, but a stage holds only what differs: while the file is read, the top level's
-sections are merged beneath the stage's own, so that Trinity's `for stage in config` yields whole
-runs. Values win over values, lists over lists. Two things are not inherited: by a stage with
-another `algorithm_type` the functions of the top level's algorithm (`policy_loss_fn` ...), and by
-one that names `tasksets` the `taskset`, nor the reverse.
+The form is Trinity's, but a stage states only what differs: when the file is read, the top level's
+sections are merged beneath the stage's own, so that Trinity's `for stage in config` yields complete
+runs. A stage's lists replace those of the top level. Two things are not inherited: a stage with
+another `algorithm_type` does not get the functions of the top level's algorithm (`policy_loss_fn`
+...), and one with `tasksets` does not get `taskset`, nor the reverse.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from aflow_tune.errors import Fault
 from aflow_tune.sections import KeyPositions
 
 STAGE_PATH = "stage://"
-"""`stage://warm_up/sft.jsonl`: a file that the stage `warm_up` leaves in its folder."""
+"""Prefix of a path to another stage's output: `stage://warm_up/sft.jsonl`."""
 
 _NAME = re.compile(r"\w[\w.\-]*")
 _KEPT_WITH_ANOTHER_ALGORITHM = ("algorithm_type", "optimizer", "repeat_times")
 _OTHER = {"taskset": "tasksets", "tasksets": "taskset"}
 
 TRAINING = ("both", "train")
-"""Modes of the local engine that leave a trained model behind."""
+"""Modes of the local engine that produce a trained model."""
 
 SECTIONS = tuple(item.name for item in fields(StageSection) if item.name != "stage_name")
 
 
 def check_stages(content: dict[str, Any], positions: KeyPositions) -> list[Fault]:
-    """What is wrong with the names of the stages; a faulty one gets a name to go on with."""
+    """Faults of the names of the stages; replaces a faulty name in `content` by a usable one."""
     faults = []
     taken: set[str] = set()
     stages = [stage for stage in content.get("stages") or [] if isinstance(stage, dict)]
@@ -50,7 +50,7 @@ def check_stages(content: dict[str, Any], positions: KeyPositions) -> list[Fault
 
 
 def merge_stages(content: dict[str, Any]) -> None:
-    """Put the top level's sections beneath those of every stage, in place."""
+    """Merge the top level's sections beneath the sections that a stage has, in place."""
     for stage in content.get("stages") or []:
         for name in SECTIONS:
             own, base = stage.get(name), content.get(name)
@@ -61,7 +61,7 @@ def merge_stages(content: dict[str, Any]) -> None:
 def stage_configs(config: AflowConfig) -> list[AflowConfig]:
     """The configuration of every stage, as Trinity's own iteration yields it."""
     found = []
-    # Trinity hands out the section objects of `stages` themselves: they must not be shared.
+    # Trinity yields the section objects of `stages` themselves: they must not be shared.
     for number, stage in enumerate(copy.deepcopy(config)):
         positions = _stage_positions(config.positions, number)
         stage.prepared = Prepared(positions=positions, command=config.command)
@@ -70,8 +70,8 @@ def stage_configs(config: AflowConfig) -> list[AflowConfig]:
 
 
 def parts_of(config: AflowConfig) -> tuple[list[tuple[str, AflowConfig]], list[Fault]]:
-    """What a configuration runs, by name: itself under no name, or its stages. Also the faults of
-    `stage://` paths; all others are found when the parts are prepared."""
+    """The runs of a configuration by name: its stages, or itself under ''. Resolves `stage://`
+    paths and returns their faults; `prepare` finds all others."""
     if not config.stages:
         return [("", config)], []
     stages = stage_configs(config)
@@ -133,7 +133,7 @@ def _stage_positions(base: KeyPositions, number: int) -> KeyPositions:
         for path in place
         if path.startswith(prefix + ".")
     }
-    # Items of lists that the stage has anew say nothing about it.
+    # Positions of items do not apply where the stage replaces the list.
     lists = [path for path in own if f"{path}.0" in own or f"{path}.0" in base.lines]
     for name in ("lines", "overrides", "arguments", "raw"):
         for path, place in getattr(base, name).items():

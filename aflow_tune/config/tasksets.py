@@ -1,13 +1,13 @@
-"""Task sets: where their rows are, found for checking and laid out for Trinity's reader; mixes.
+"""Task sets: locates their rows for checks, and lays them out for Trinity's reader; mixes.
 
 Trinity reads a task set of `storage_type: file` with `datasets.load_dataset(path, subset_name,
-split)`: a hub id or a folder, never a plain file. We also take a file: at launch it is linked
-into a folder of the run. Files whose rows are of several sources are read by our `RowsReader`.
-Looking fetches nothing; a hub data set is read from the local cache or not at all.
+split)`: a hub id or a folder, never a plain file. We also accept a file: at launch it is linked
+into a folder of the run. Files with rows of several sources are read by our `RowsReader`. Checks
+fetch nothing: they read a hub data set from the local cache or not at all.
 
-A mix (`mix:`) gives each source its share of every training batch. A source is a training task
-set, by its name, or the rows that say `source: NAME`. When the run starts, the task sets become
-one, read by `readers.MixReader`; `aflow_tune.data.mix` decides which items a batch holds.
+A mix (`mix:`) gives each source its share of every training batch. A source is the training task
+set of that name, or the rows with `source: NAME`. When the run starts, the task sets are merged
+into one, read by `readers.MixReader`; `aflow_tune.data.mix` decides which items a batch holds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from aflow_tune.find_ray import find_ray, uses_ray
 from aflow_tune.shipping import path_here
 
 FROM_DATA = ("sft", "dpo", "cpt")
-"""Algorithms that learn from a data set alone, which `mode: train` reads."""
+"""Algorithms that learn from a data set alone, with `mode: train`."""
 WITHOUT_TASKS = ("train", "bench", "serve")
 """Modes that read no training task set."""
 
@@ -43,11 +43,11 @@ ROWS_READER = "aflow_tune.engines.trinity.readers.RowsReader"
 MIX_READER = "aflow_tune.engines.trinity.readers.MixReader"
 FIXED_SAMPLE = "aflow_tune.engines.trinity.readers.FixedSample"
 _SHARED = ("rollout_args", "workflow_args", "reward_fn_args", "format")
-"""What all task sets of a mix have in common, as they become one."""
+"""Settings that must be equal in all task sets of a mix, which are merged into one."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _FILE_SPLIT = "train"
 _ROLLOUT_ARGS = ("temperature", "top_p", "top_k", "logprobs")
-# The words by which `datasets` tells splits apart in the names of a folder's files.
+# The words in file names by which `datasets` recognises splits.
 _SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -57,19 +57,19 @@ _SPLIT_WORDS = {
 
 @dataclass
 class Located:
-    """What `taskset.path` stands for. `kind`: file, folder, hub, other or missing."""
+    """What `taskset.path` refers to. `kind`: file, folder, hub, other or missing."""
 
     kind: str
     path: Path | None = None
     files: list[Path] = field(default_factory=list)
     fault: str | None = None
-    """Why it cannot be read; what was found."""
+    """Why it cannot be read."""
     fix: str = ""
     warning: str | None = None
 
 
 def user_tasksets(config: AflowConfig) -> list[tuple[str, TasksetConfig, bool]]:
-    """(key path, task set, held out) of every task set, before or after Trinity's validators."""
+    """(key path, task set, whether held out) of each, before or after Trinity's validators."""
     inputs = config.buffer.explorer_input
     found = [("buffer.explorer_input.taskset", inputs.taskset, False)] if inputs.taskset else []
     for number, taskset in enumerate(inputs.tasksets):
@@ -80,23 +80,23 @@ def user_tasksets(config: AflowConfig) -> list[tuple[str, TasksetConfig, bool]]:
 
 
 def experience_buffer(config: AflowConfig) -> ExperienceBufferConfig | None:
-    """The data that `mode: train` learns from; None in every other mode."""
+    """The data set of `mode: train`; None in every other mode."""
     return config.buffer.trainer_input.experience_buffer if config.mode == "train" else None
 
 
 def is_file(taskset: TasksetConfig | ExperienceBufferConfig) -> bool:
-    """Whether a task set is read from files, by Trinity's reader or by ours."""
+    """Whether a task set is read from files or the hub, by Trinity's reader or ours."""
     return taskset.storage_type == ROWS_READER or str(taskset.storage_type).lower() == "file"
 
 
 def locate(config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig) -> Located:
-    """Find a task set's files. Relative paths: from here, else from the YAML's folder."""
+    """Find a task set's files. Relative paths: from the current folder, else the YAML's."""
     name = str(taskset.path or "")
     if not is_file(taskset):
         return Located("other")
     bases = [Path(), *([] if config.positions.base is None else [config.positions.base])]
     own = [base / Path(name).expanduser() for base in bases]
-    for path in [path_here(name), *own]:  # in a submitted job it may have travelled
+    for path in [path_here(name), *own]:  # in a submitted job it may be a sent copy
         if path.is_file():
             path = Path(os.path.abspath(path))
             if file_format(path) is None:
@@ -114,7 +114,7 @@ def locate(config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig)
 
 
 def looks_local(config: AflowConfig, name: str) -> bool:
-    """Whether a name under which nothing was found means a place on this machine, no hub id."""
+    """Whether a name that was not found looks like a local path rather than a hub id."""
     if name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
         return True
     first, slash, _ = name.partition("/")
@@ -124,7 +124,7 @@ def looks_local(config: AflowConfig, name: str) -> bool:
 def read_taskset(
     config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig
 ) -> Table | None:
-    """The rows of a task set, read once per configuration; None where none are on disk."""
+    """The rows of a task set, read once per configuration; None if they are not on disk."""
     tables = config.prepared.tables
     key = (str(taskset.path), taskset.split, taskset.subset_name)
     if key not in tables:
@@ -134,7 +134,7 @@ def read_taskset(
 
 
 def training_rows(config: AflowConfig) -> int | None:
-    """Rows of all training data together; None if not all are on disk."""
+    """The number of rows of all training data; None if some are not on disk or faulty."""
     buffer = experience_buffer(config)
     sets: list[TasksetConfig | ExperienceBufferConfig]
     sets = [taskset for _, taskset, held_out in user_tasksets(config) if not held_out]
@@ -148,7 +148,7 @@ def training_rows(config: AflowConfig) -> int | None:
 
 
 def total_steps(config: AflowConfig) -> int | None:
-    """The training steps that the settings come to; None if the rows are not known."""
+    """The training steps that the settings amount to; None if the number of rows is unknown."""
     if config.mode in ("bench", "harvest"):
         return None
     bounds = [steps for steps in (config.trainer.total_steps, config.buffer.total_steps) if steps]
@@ -163,7 +163,7 @@ def total_steps(config: AflowConfig) -> int | None:
 
 
 def settle_paths(config: AflowConfig) -> None:
-    """Make the paths of files and folders absolute: workers start in other folders."""
+    """Make paths of models and data absolute: workers start in other folders."""
     for model in (config.model, *config.explorer.auxiliary_models):
         name = str(model.model_path or "")
         if name and name not in BUNDLED and Path(name).expanduser().is_dir():
@@ -185,8 +185,8 @@ def settle_paths(config: AflowConfig) -> None:
 def materialise_tasksets(config: AflowConfig, run_dir: Path | None = None) -> None:
     """Link the files of every task set into `<run folder>/data/<role>/<name>/`, its new path.
 
-    To be called on a prepared configuration whose run folder (or else `run_dir`) is held. For a
-    Ray that others started files are copied: its nodes may see the run folder only."""
+    Call it on a prepared configuration, holding the lock of its run folder (or of `run_dir`). For
+    a Ray that others started, copies files: its nodes may see the run folder only."""
     if run_dir is not None:
         config.checkpoint_job_dir = str(run_dir)
     copied = on_cluster(config)
@@ -200,7 +200,7 @@ def materialise_tasksets(config: AflowConfig, run_dir: Path | None = None) -> No
         files: list[Path] = []
         on_disk = found.kind in ("file", "folder") and not re.search(r"[\[+]", taskset.split)
         mixed = table is not None and ((config.mix and not held_out) or len(sources(table)) > 1)
-        if on_disk and mixed:  # the rows have to be read as they are
+        if on_disk and mixed:  # Trinity's table would give each column one type
             taskset.storage_type, files = ROWS_READER, found.files
         elif source.is_file() or (source.is_dir() and "+" not in taskset.split):
             files, part = found.files, "".join(taskset.split.partition("[")[1:])
@@ -213,12 +213,12 @@ def materialise_tasksets(config: AflowConfig, run_dir: Path | None = None) -> No
 
 
 def on_cluster(config: AflowConfig) -> bool:
-    """Whether the run is on a Ray that others started, whose nodes may see only the run folder."""
+    """Whether the run joins a running Ray, whose nodes may see only the run folder."""
     return uses_ray(config) and find_ray(config) is not None
 
 
 def fill_held_out(config: AflowConfig, taskset: TasksetConfig) -> None:
-    """What Trinity's `BufferConfigValidator`, which also makes folders, fills in."""
+    """Fill in what Trinity's `BufferConfigValidator` would, which also makes folders."""
     taskset.is_eval = True
     taskset.batch_size = config.buffer.batch_size
     arguments = taskset.rollout_args
@@ -232,7 +232,7 @@ def fill_held_out(config: AflowConfig, taskset: TasksetConfig) -> None:
 
 
 def link_files(files: list[Path], folder: Path, copied: bool = False) -> None:
-    """Make `folder` hold these files, or copies, as the split `train` of one data set."""
+    """Link, or copy, these files into `folder` as the split `train` of one data set."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, file in enumerate(files):
         name = f"{_FILE_SPLIT}-{number:05d}" if len(files) > 1 else _FILE_SPLIT
@@ -290,7 +290,7 @@ def _locate_hub(name: str, taskset: TasksetConfig | ExperienceBufferConfig) -> L
         for file in prepared.glob(f"**/*-{taskset.split}*.arrow")
         if not subset or file.relative_to(prepared).parts[0] == subset
     )
-    if arrow:  # several versions may be there, each whole in a folder of its own
+    if arrow:  # each cached version has a folder of its own
         newest = max({file.parent for file in arrow}, key=lambda folder: folder.stat().st_mtime)
         return Located("hub", files=[file for file in arrow if file.parent == newest])
     warning = f"data set {name}: read or fetched at the start; its rows are not checked before"
@@ -298,7 +298,7 @@ def _locate_hub(name: str, taskset: TasksetConfig | ExperienceBufferConfig) -> L
 
 
 def _split_of(path: Path) -> str | None:
-    """The split that `datasets` sees in a file's name or in the folders above it."""
+    """The split that `datasets` infers from a file's name or the folders above it."""
     for part in (path.name, *(parent.name for parent in path.parents)):
         words = re.split(r"[^a-z]+", part.lower())
         for split, known in _SPLIT_WORDS.items():
@@ -313,7 +313,7 @@ def _split_of(path: Path) -> str | None:
 def shares_of(config: AflowConfig) -> dict[str, Fraction]:
     """The share of each source of `config.mix`, as written or by the default recipe.
 
-    Raises ValueError: the shares are no shares, or the recipe has none for a source."""
+    Raises ValueError: as `exact_shares`, or the recipe has no share for a source."""
     written = {name: source.ratio for name, source in config.mix.items()}
     if any(ratio is not None for ratio in written.values()):
         return exact_shares({name: ratio or 0.0 for name, ratio in written.items()})
@@ -324,7 +324,7 @@ def shares_of(config: AflowConfig) -> dict[str, Fraction]:
 
 
 def benchmarks_of(config: AflowConfig) -> dict[str, str]:
-    """The benchmark of each source, where it is given or is the source's own name."""
+    """The benchmark of each source that states one or is named after one."""
     found = {}
     for name, source in config.mix.items():
         own = name if name in KINDS and name not in DEFAULT_SHARES else None
@@ -334,14 +334,14 @@ def benchmarks_of(config: AflowConfig) -> dict[str, str]:
 
 
 def fields_of_mix(config: AflowConfig) -> tuple[str, ...]:
-    """The fields that every row of the training data gets from the mix."""
+    """The fields that the mix adds to every training row."""
     if not config.mix:
         return ()
     return ("source", "benchmark") if len(benchmarks_of(config)) == len(config.mix) else ("source",)
 
 
 def merge_mix(config: AflowConfig, run_dir: Path) -> None:
-    """Make the training task sets, once laid out, one that is read in the configured shares."""
+    """Merge the laid-out training task sets into one that is read in the configured shares."""
     if not config.mix:
         return
     inputs = config.buffer.explorer_input
@@ -360,8 +360,8 @@ def merge_mix(config: AflowConfig, run_dir: Path) -> None:
 
 
 def quick_tasksets(config: AflowConfig, step: int) -> list[TasksetConfig]:
-    """The held-out task sets to evaluate the weights of `step` on: every row first and last, as
-    these are compared; between them the fixed sample of `quick_eval` rows, if that is set."""
+    """The held-out task sets to evaluate the weights of `step` on: all rows in the first and last
+    evaluation, which are compared; between them the sample of `quick_eval` rows, if set."""
     tasksets = config.buffer.explorer_input.eval_tasksets
     size, last = config.quick_eval, config.trainer.total_steps
     if size is None or step == 0 or (last is not None and step >= last):
@@ -371,7 +371,7 @@ def quick_tasksets(config: AflowConfig, step: int) -> list[TasksetConfig]:
 
 
 def check_mix(config: AflowConfig) -> list[Fault]:
-    """What is wrong with `mix:` and with the task sets that it names."""
+    """Faults of `mix:` and of the task sets that it names."""
     if not config.mix:
         return []
     ratios, faults = {name: source.ratio for name, source in config.mix.items()}, []
@@ -391,7 +391,7 @@ def check_mix(config: AflowConfig) -> list[Fault]:
 
 
 def _check_sources(config: AflowConfig) -> Iterable[Fault]:
-    """Every source has rows, every row a source, and the task sets are alike."""
+    """Check that every source has rows, every row a source, and that task sets agree."""
     mix, unread = config.mix, False
     named: Counter[str] = Counter()
     known: list[str] = []
@@ -421,7 +421,7 @@ def _check_sources(config: AflowConfig) -> Iterable[Fault]:
         if not named[name] and not unread:
             expected = f"the name of a training task set, or a `source` of its rows: {known}"
             yield config.fault(f"mix.{name}", expected, repr(name), "correct the name")
-    # Settings of single task sets that a mix cannot follow.
+    # Settings of single task sets that a mix cannot honour.
     training = [(key, taskset) for key, taskset, held_out in user_tasksets(config) if not held_out]
     for key, taskset in training:
         kind = (taskset.task_selector or taskset.data_selector).selector_type

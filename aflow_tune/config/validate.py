@@ -1,8 +1,8 @@
 """Everything that `aflow-tune validate CONFIG` does: check, start nothing, fetch nothing.
 
-Settings, functions and data are checked one after the other, whatever one finds; only settings that
-could not be read stop the questions that need them. Here the functions are found that a
-configuration names, too.
+Settings, functions and data are all checked, whatever the others yield; faults in reading the
+settings skip only the checks that need sound settings. This module also resolves the functions that
+a configuration names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Function = Callable[..., Any]
 
 @dataclass
 class ValidationReport:
-    """What was found. `config` is None where the file could not be read at all."""
+    """The result of a check. `config` is None if the file could not be read at all."""
 
     path: str
     config: AflowConfig | None = None
@@ -40,10 +40,10 @@ class ValidationReport:
     warnings: list[str] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     stages: list[tuple[str, ValidationReport]] = field(default_factory=list)
-    """What was found of each stage; faults and warnings stand above as well."""
+    """The report of each stage; its faults and warnings are also in those above."""
 
     def add(self, faults: Sequence[Fault], warnings: Sequence[str] = ()) -> None:
-        """Take over faults of places that none is known of yet, and new warnings."""
+        """Add faults of places that have none yet, and new warnings."""
         known = {fault.where for fault in self.faults}
         self.faults += [fault for fault in faults if fault.where not in known]
         self.warnings += [text for text in warnings if text not in self.warnings]
@@ -63,7 +63,7 @@ class ValidationReport:
 
 
 def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationReport:
-    """Check a configuration, its functions and its data sets; what is wrong is in the faults."""
+    """Check a configuration, its functions and its data sets; faults are in the report."""
     report = ValidationReport(str(path))
     with _collected(report.faults):
         report.config, faults = read_config(path, overrides)
@@ -91,7 +91,7 @@ def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationRepor
 
 @contextlib.contextmanager
 def _collected(faults: list[Fault]) -> Iterator[None]:
-    """Add the faults of a refusal in this block to `faults`."""
+    """Add the faults of a BadInput raised in the block to `faults`, and go on after it."""
     try:
         yield
     except BadInput as error:
@@ -107,8 +107,8 @@ def check_part(
     *,
     settings: bool = True,
 ) -> ValidationReport:
-    """Check a single run or one stage of a chain, without its functions. `settings`: whether these
-    were read without a fault and can be looked at."""
+    """Check a single run or one stage, but not its functions. `settings`: whether the settings were
+    read without a fault; if not, only data is checked."""
     report = ValidationReport(str(path), config)
     if settings:
         with _collected(report.faults):
@@ -123,14 +123,14 @@ def check_part(
 
 
 def needs_workflow(config: AflowConfig) -> bool:
-    """Whether a run of this mode calls the workflow function."""
+    """Whether a run of this configuration calls the workflow function."""
     if config.mode == "serve":
         return False
     return config.mode != "train" or bool(config.buffer.explorer_input.eval_tasksets)
 
 
 def functions_of(config: AflowConfig) -> tuple[Function | None, Function | None]:
-    """As `resolve_functions`; (None, None) where no run or stage calls a function."""
+    """As `resolve_functions`, but (None, None) if no run or stage calls a function."""
     if not any(needs_workflow(part) for _, part in parts_of(config)[0]):
         return None, None
     return resolve_functions(config)
@@ -139,7 +139,8 @@ def functions_of(config: AflowConfig) -> tuple[Function | None, Function | None]
 def resolve_functions(config: AflowConfig) -> tuple[Function, Function | None]:
     """The functions that `workflow:` (or `graph:`, or `writer:`) and `judge:` name.
 
-    Raises BadInput: no workflow is named, or a name leads to no function, or a graph is faulty."""
+    Raises BadInput: none or several workflows are named, a name resolves to no function, or a graph
+    is faulty."""
     named = [key for key in ("workflow", "graph.path", "writer.executor") if value_of(config, key)]
     if len(named) != 1:
         expected = (
@@ -156,9 +157,9 @@ def resolve_functions(config: AflowConfig) -> tuple[Function, Function | None]:
 
 
 def check_run_prompts(config: AflowConfig) -> None:
-    """Load the run's `operators:`, and hold its `prompts:` against them.
+    """Load the run's `operators:`, and check its `prompts:` against them.
 
-    Raises BadInput: with every operator that is none, or every prompt that does not fit."""
+    Raises BadInput: with every invalid operator, or every prompt that does not fit."""
     if not config.prompts and not config.operators:
         return
     from aflow_tune.operators import OPERATORS, check_prompts, load_operators
@@ -171,11 +172,10 @@ def check_run_prompts(config: AflowConfig) -> None:
 
 
 def prepare_harvest(config: AflowConfig) -> tuple[Any, Path]:
-    """Prepare for a harvest outside of a run.
+    """Prepare a configuration for a harvest outside of a run.
 
-    Returns the configuration's `WriterWorkflow`, and the folder of the harvest, which is not made.
-
-    Raises BadInput: with every fault of the sections, the task sets and the models."""
+    Returns its `WriterWorkflow`, and the folder of the harvest, which is not made yet. Raises
+    BadInput: with every fault of the sections, the task sets and the models."""
     workflow, faults = None, list[Fault]()
     with _collected(faults):
         if config.writer.executor:
@@ -188,7 +188,7 @@ def prepare_harvest(config: AflowConfig) -> tuple[Any, Path]:
 
 @contextlib.contextmanager
 def _placed(where: Callable[[str], str]) -> Iterator[None]:
-    """Give the faults of a refusal another place."""
+    """Map the places of the faults of a BadInput raised in the block."""
     try:
         yield
     except BadInput as error:
@@ -224,7 +224,7 @@ def _operator_workflow(config: AflowConfig) -> Function:
         with _placed(lambda where: f"{place}: {where}" if where == str(path) else where):
             return workflow_from_config(config.graph, config.models, **common)
     auxiliary = {}
-    for other in config.explorer.auxiliary_models:  # what they do not say is the tuned model's
+    for other in config.explorer.auxiliary_models:  # unset limits are the tuned model's
         answer = other.max_response_tokens or model.max_response_tokens
         prompt = other.max_prompt_tokens or model.max_prompt_tokens
         whole = other.max_model_len or model.max_model_len

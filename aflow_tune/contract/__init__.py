@@ -1,1 +1,1 @@
-"""What a user's function must look like, and how it is named and found."""
+"""The contract of the user's functions, and how they are named and found."""

@@ -1,4 +1,4 @@
-"""What went wrong while something was imported: a user's file, or a package that is damaged."""
+"""Explains failed imports: of a user's file, or of a missing or damaged package."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _OURS = Path(__file__).parents[1]
 
 
 def import_fault(spec: str, error: BaseException) -> Fault:
-    """The fault behind an exception that importing `spec` raised, at the last line of the user's
-    own code that led there."""
+    """The fault for an exception that importing `spec` raised, at the last line of the user's own
+    code in the traceback."""
     where, line, message = spec, "", str(error)
     if isinstance(error, SyntaxError) and error.filename:
         where, line = f"{error.filename}:{error.lineno}", (error.text or "").strip()
@@ -46,8 +46,8 @@ def _is_users(filename: str) -> bool:
 
 
 def package_fault(error: BaseException) -> Fault | None:
-    """The fault behind an import of a package that is missing or damaged; None for other errors."""
-    if isinstance(error, importlib.metadata.PackageNotFoundError):  # its name may be a sentence
+    """The fault for a failed import of a missing or damaged package; None for other errors."""
+    if isinstance(error, importlib.metadata.PackageNotFoundError):  # its `name` may be a sentence
         name = re.search(r"[\w.-]+(?=[<>=!~])|^[\w.-]+$", str(error.name))
         top = name[0] if name else "that it asks for"
     elif isinstance(error, ModuleNotFoundError):
@@ -65,7 +65,7 @@ def package_fault(error: BaseException) -> Fault | None:
 
 
 def package_cure(module: str) -> str:
-    """The command that brings an installed package, or one that others need, back."""
+    """The pip command that reinstalls the package of a module, or this one if it is unknown."""
     names = importlib.metadata.packages_distributions().get(module)
     if not names:
         return "python -m pip install 'aflow-tune'"

@@ -1,11 +1,11 @@
-"""The only resolver: from the text in a YAML to the object that it names.
+"""Resolves a reference in a YAML to the object that it names. All references are resolved here.
 
     module:function            path/file.py:function            path/file.py
 
-Without a function, the only one that `@workflow` marks is meant. A file that belongs to a package
-is imported under its package name, so that relative imports work; any other file is loaded once
-per path under a name made from the path. Its folder, and for modules the current folder, go to
-the end of `sys.path`: siblings can be imported and nothing that is installed is shadowed.
+Without `function`, exactly one must be marked with `@workflow`. A file that belongs to a
+package is imported under its package name, so that relative imports work; any other file is loaded
+once per path under a name made from the path. Its folder, and for modules the current and the base
+folder, are appended to `sys.path`: siblings can be imported, and nothing installed is shadowed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__aflow_workflow__"
 _MOST_NAMES = 8
 _FOLDERS: set[Path] = set()
-"""The folders that were added to `sys.path` here."""
+"""The folders that this module added to `sys.path`."""
 
 
 @overload
@@ -40,9 +40,9 @@ def workflow(function: F) -> F: ...
 @overload
 def workflow(*, name: str | None = None) -> Callable[[F], F]: ...
 def workflow(function: Any = None, *, name: str | None = None) -> Any:
-    """Mark a workflow function, so that a file can be named without naming its function; returns
-    the function itself. `name` is another name for it in `path/file.py:name`."""
-    # Not the function's own __module__: a partial or an object has another one.
+    """Mark a workflow function, so that its file can be named without it; returns the function
+    itself. `name` is another name for it in `path/file.py:name`. TypeError: it is not callable."""
+    # Not the function's __module__: that of a partial or an object differs.
     home = sys._getframe(1).f_globals.get("__name__", "")
 
     def mark(marked: F) -> F:
@@ -100,7 +100,7 @@ def resolve(spec: str, base_dir: Path | None = None) -> Any:
 
 
 def discover(module: ModuleType) -> list[tuple[str, Callable[..., Any]]]:
-    """The functions that a module itself marks with `@workflow`, with their names, in its order."""
+    """The functions marked with `@workflow` in a module itself, with their names, in its order."""
     found: dict[int, tuple[str, Callable[..., Any]]] = {}
     for value in vars(module).values():
         mark = inspect.getattr_static(value, _MARK, None)
@@ -144,7 +144,7 @@ def _import(spec: str, name: str, base_dir: Path | None) -> ModuleType:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if not f"{name}.".startswith(f"{error.name}."):
-                raise  # what the module imports is missing
+                raise  # the missing module is one that it imports
     parent, _, last = name.rpartition(".")
     meant = f"`{parent}:{last}`" if parent and ":" not in spec else f"`path/{last}.py:function`"
     fix = f"install it, or write {meant}"
@@ -153,7 +153,7 @@ def _import(spec: str, name: str, base_dir: Path | None) -> ModuleType:
 
 @contextlib.contextmanager
 def _importing(spec: str) -> Iterator[None]:
-    """Turn whatever the user's code raises into a refusal that shows their line."""
+    """Turn whatever the user's code raises into a BadInput at the failing line."""
     try:
         yield
     except (KeyboardInterrupt, BadInput):
@@ -177,7 +177,7 @@ def _find_file(spec: str, place: str, base_dir: Path | None) -> Path:
 
 
 def _package_name(path: Path) -> str | None:
-    """The dotted name of a file in a package that can be imported from where it lies."""
+    """The dotted name of a file in an importable package, or None."""
     parts = [] if path.stem == "__init__" else [path.stem]
     folder = path.parent
     while (folder / "__init__.py").is_file():
@@ -195,12 +195,12 @@ def _package_name(path: Path) -> str | None:
 
 
 def _refuse_twins(path: Path) -> None:
-    """Refuse a file whose sibling has the name of a module that another file already loaded: it
-    would silently get the other one."""
+    """Refuse a file that imports a sibling if a module of that name is already loaded from the
+    folder of another file: it would silently get that one."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError, OSError):
-        return  # told when it is executed
+        return  # reported when it is executed
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:

@@ -1,21 +1,21 @@
-"""Workflow and judge functions are held against their contract before anything starts.
+"""Checks workflow and judge functions against their contract before anything starts.
 
     async def workflow(task: Dict, model: TrinityChatModel) -> float
     async def workflow(task: Dict, model: TrinityChatModel) -> WorkflowOutput
     async def judge(task: Dict, response: Any) -> JudgeOutput
 
 A workflow may also take `auxiliary_models`, `logger` and `system_prompt`, a judge the first two,
-and nothing else, as in AgentScope's own check. What means the same is accepted:
+and nothing else, as in AgentScope's own check. Equivalent forms are accepted:
 
-- Everything is passed by name: order is free, keyword-only is fine, positional-only is not.
+- Arguments are passed by name: any order and keyword-only are fine, positional-only is not.
 - An annotation must admit what is passed: a plain dict, a TrinityChatModel. So base classes,
   unions with a fitting member, TypedDicts and `Any` are fine. `task` and `model` must have one.
-- The return annotation decides the form, so it must be there: `float` or a subclass (but not
-  `int`, `bool` or an Optional), or a class with the fields of `WorkflowOutput`.
+- The return annotation is required, as it decides the form: `float` or a subclass (but not `int`,
+  `bool` or an Optional), or a class with the fields of `WorkflowOutput`.
 - A name that only type checkers can resolve is compared by its spelling.
 
-What the function does with its arguments is not looked at, and nothing is imported for it: classes
-of others are recognised by name, result types by their fields.
+The body of the function is not checked and nothing is imported for the check: classes of other
+packages are recognised by name, result types by their fields.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class _Unresolved(type):
-    """The type of stand-ins for names that exist for type checkers only, or not at all."""
+    """Metaclass of stand-ins for names that exist for type checkers only, or not at all."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_"):
@@ -51,7 +51,7 @@ class _Unresolved(type):
 
 
 class _Names(dict[str, Any]):
-    """Where the names of a function's annotations are looked up; every name is found."""
+    """Namespace for evaluating a function's annotations; an unknown name yields a stand-in."""
 
     def __init__(self, found: Mapping[str, Any], for_type_checkers: Mapping[str, str]) -> None:
         super().__init__({**vars(builtins), **found})
@@ -60,11 +60,11 @@ class _Names(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         meaning = self.for_type_checkers.get(name, name)
         if meaning != name:
-            return typing.Annotated[meaning, None]  # read as a text of its own
+            return typing.Annotated[meaning, None]  # evaluated as an annotation of its own
         return _Unresolved(name, (), {})
 
     def members(self, annotation: Any) -> list[Any]:
-        """The members of an annotation's union; `Optional[X]` has `X` and None's type."""
+        """The members of a union, else the annotation; `Optional[X]` has `X` and NoneType."""
         try:
             return list(self._members(annotation))
         except RecursionError:  # an alias of itself
@@ -144,17 +144,17 @@ _PARAMETERS: dict[str, tuple[str, Callable[[Any, _Names], bool]]] = {
     "logger": ("logging.Logger | None", lambda member, _: _name(member) == "Logger"),
     "system_prompt": ("str | None", lambda member, _: _name(member) == "str"),
 }
-"""Its type in words, and whether one member of an annotation's union takes what is passed."""
+"""By parameter: its type in words, and whether a member of a union admits what is passed."""
 
 
 class Contract(NamedTuple):
     noun: str
     usual: str
-    """The `def` line of most functions."""
+    """The usual `def` line, for messages."""
     essential: tuple[str, ...]
     optional: tuple[str, ...]
     returns: tuple[str, ...]
-    """What the return annotation may be, as `_result_name` calls it."""
+    """Accepted return annotations, as named by `_result_name`."""
 
 
 WORKFLOW = Contract(
@@ -174,7 +174,7 @@ JUDGE = Contract(
 
 
 def _result_name(member: Any) -> str:
-    """'float', 'WorkflowOutput', 'JudgeOutput', or another name, of what a function returns."""
+    """The form of a return type: 'float', 'WorkflowOutput', 'JudgeOutput', or another name."""
     name = _name(member)
     if not isinstance(member, type) or isinstance(member, _Unresolved):
         return name
@@ -188,7 +188,7 @@ def _result_name(member: Any) -> str:
 
 
 def _layers(function: Any) -> Iterator[Any]:
-    """The callable, what it wraps, ..., the plain function whose source a person can edit."""
+    """The callable, what it wraps, and so on down to the plain function with the source."""
     seen: set[int] = set()
     while function is not None and id(function) not in seen:
         seen.add(id(function))
@@ -206,7 +206,7 @@ def _layers(function: Any) -> Iterator[Any]:
 
 
 def _source(function: types.FunctionType) -> tuple[int, dict[str, str]]:
-    """The line of a function's `def`, and what the names stand for that its module defines under
+    """The line of a function's `def`, and the meaning of names that its module defines under
     `if TYPE_CHECKING:`."""
     code = function.__code__
     try:
@@ -233,7 +233,7 @@ class Checked(NamedTuple):
 
     name: str
     returns: str
-    """'float', 'WorkflowOutput' or 'JudgeOutput' (for every class with the fields)."""
+    """'float', 'WorkflowOutput' or 'JudgeOutput' (any class with its fields)."""
     where: str
     """`file:line: name`."""
 
@@ -276,7 +276,7 @@ def check_functions(
 
 
 class _Check:
-    """One function held against one contract; collects its faults."""
+    """The check of one function against one contract; collects faults."""
 
     def __init__(self, function: Any, contract: Contract) -> None:
         self.contract, self.faults = contract, list[Fault]()
@@ -285,7 +285,7 @@ class _Check:
         if not callable(function) or inspect.isclass(function):
             self._refuse(f"{type(function).__name__}: {function!r:.80}")
         self.layers = list(_layers(function))
-        # A decorator's plain wrapper counts as async: it passes the coroutine on.
+        # A plain wrapper of an async function counts as async: it returns the coroutine.
         self.is_async = any(map(inspect.iscoroutinefunction, self.layers))
         inner = self.layers[-1]
         name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
@@ -319,7 +319,7 @@ class _Check:
         self.faults.append(Fault(self.where, expected, found, fix))
 
     def run(self) -> Checked:
-        """Raises BadInput with all faults."""
+        """Check everything. Raises BadInput: with all faults."""
         expected = f"an async function that returns once: `{self.contract.usual}`"
         if not self.is_async:
             found = f"a sync function: `{self.name}` has no `async` before `def`"
@@ -335,9 +335,9 @@ class _Check:
         return Checked(self.name, returns, self.where)
 
     def _check_names(self) -> dict[str, str]:
-        """Arguments are passed by name: which names are missing, extra, or no names at all.
+        """Find missing and extra names, and parameters that cannot be passed by name.
 
-        Returns which name of the function's stands for which of the contract's."""
+        Returns the misnamed parameters, each with the name in the contract."""
         unknown, missing = [], [n for n in self.contract.essential if n not in self.parameters]
         for name, parameter in self.parameters.items():
             if parameter.kind in _STARS:
@@ -367,7 +367,7 @@ class _Check:
         return renamed
 
     def _pair(self, unknown: list[str], missing: list[str]) -> dict[str, str]:
-        """Which unknown name stands for which missing one: by spelling, then by order."""
+        """Match unknown names to missing ones: by spelling, then by order."""
         empty = inspect.Parameter.empty
         free = [n for n in unknown if self.parameters[n].default is empty and n != "self"]
         paired: dict[str, str] = {}
@@ -409,7 +409,7 @@ class _Check:
 
 
 def _text(annotation: Any, members: list[Any]) -> str:
-    """An annotation as it reads, closed by a backtick, and the name in it that nothing defines."""
+    """An annotation as written, a closing backtick, and a name in it that nothing defines."""
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     unknown = [_name(member) for member in members if isinstance(member, _Unresolved)]
     return f"{text}` (the module defines no `{unknown[0]}`)" if unknown else f"{text}`"

@@ -1,4 +1,4 @@
-"""Checks of the data itself: readable rows, fields that the workflow reads, leaks."""
+"""Checks of the data before a run: readable rows, fields that the workflow reads, leaks."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from aflow_tune.data.rows import Table
 from aflow_tune.errors import Fault
 
 FIRST_ROWS = 100
-"""Rows in which the workflow's fields are looked for."""
+"""Rows of each table or source that are searched for the workflow's fields."""
 _EXAMPLES = 3
 
 NEAR_CHARACTERS = 8_000_000
-"""Data with more text is not looked through for near-duplicates, which would take seconds."""
+"""Above this many characters in all tables, near-duplicates are not searched: it takes seconds."""
 
 
 @dataclass
 class Findings:
-    """What was found: faults end the command, warnings do not."""
+    """What the checks found: faults end the command, warnings do not."""
 
     faults: list[Fault] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def add(self, other: Findings) -> None:
-        """Take over what another check found."""
+        """Append the findings of another check."""
         self.faults += other.faults
         self.warnings += other.warnings
 
 
 def check_rows(table: Table) -> Findings:
-    """Unreadable rows, no rows, rows of different kinds."""
+    """Faults: unreadable rows, no rows, a column of mixed types. Warning: rows were not read."""
     if table.faults:
         return Findings(list(table.faults))
     if not table.rows:
@@ -63,8 +63,8 @@ def check_rows(table: Table) -> Findings:
 
 
 def check_fields(reads: Sequence[FieldRead], *tables: Table) -> Findings:
-    """Fields that the workflow reads but the first rows do not have. Of several tables or sources a
-    function may read a field of one only: what another one never has is a warning."""
+    """Fields that the workflow reads but the first rows lack. A warning if only some tables or
+    sources never have it, or if the read is tolerant and no similar field exists; else a fault."""
     found = Findings()
     parts = [part for table in tables for part in _by_source(table)]
     first: dict[str, FieldRead] = {}
@@ -89,7 +89,7 @@ def check_fields(reads: Sequence[FieldRead], *tables: Table) -> Findings:
 
 
 def _by_source(table: Table) -> list[Table]:
-    """The first rows of a table; of a table of several sources, the first rows of each."""
+    """The first `FIRST_ROWS` rows of a table, or of each source if it has several."""
     several = len(sources(table)) > 1
     parts: dict[str, Table] = {}
     for row, place in zip(table.rows, table.places, strict=True):
@@ -102,8 +102,8 @@ def _by_source(table: Table) -> list[Table]:
 
 
 def check_overlap(training: Sequence[Table], held_out: Sequence[Table]) -> Findings:
-    """Held-out items whose input stands in the training data, which is a fault; nearly the same
-    and repeated ones are warnings."""
+    """Faults: held-out items whose input is also in the training data. Warnings: near-duplicates of
+    training items, and repeated held-out items."""
     found = Findings()
     rows = [row for table in (*training, *held_out) for row in table.rows]
     lengths = itertools.accumulate(sum(len(str(value)) for value in row.values()) for row in rows)
@@ -138,14 +138,14 @@ def check_overlap(training: Sequence[Table], held_out: Sequence[Table]) -> Findi
 
 
 def source_of(row: Mapping[str, Any]) -> str | None:
-    """The source of a row that `aflow-tune data prepare` wrote: with a benchmark. Other data may
-    have a column of that name for something else."""
+    """The source of a row that `aflow-tune data prepare` wrote, else None. Such a row also has a
+    `benchmark`; other data may use a column `source` for something else."""
     source = row.get("source")
     return source if isinstance(source, str) and isinstance(row.get("benchmark"), str) else None
 
 
 def sources(table: Table) -> Counter[str | None]:
-    """How many rows come from each source; rows of different sources may have other columns."""
+    """How many rows come from each source."""
     return Counter(source_of(row) for row in table.rows)
 
 

@@ -1,7 +1,7 @@
-"""What a workflow function does with its task and its model, read from its own body.
+"""Static analysis of a workflow function: the task fields it reads and its calls of the model.
 
-An alias of the task, a computed field name, or a helper function is not followed; then nothing is
-claimed.
+Only the function's own body is read. An alias of the task, a computed field name or a helper
+function is not followed and yields no finding.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While, *_COMPREHENSIONS, ast.Lambda, *_FUNC
 
 @dataclass(frozen=True)
 class FieldRead:
-    """One place where a function takes a field out of its task."""
+    """One place where a function reads a field of its task."""
 
     name: str
     where: str
     """`file:line`."""
     tolerant: bool
-    """The function copes with the field's absence: `.get`, or a test with `in` before."""
+    """The function handles a missing field: it uses `.get`, or tests for the field with `in`."""
 
 
 def task_reads(function: Callable[..., Any]) -> list[FieldRead]:
-    """The fields that `function` reads from its first parameter, in order of their lines."""
+    """The fields that `function` reads from its parameter `task`, else its first one, by line."""
     source = _source(function)
     if source is None:
         return []
@@ -57,8 +57,8 @@ def task_reads(function: Callable[..., Any]) -> list[FieldRead]:
 
 
 def most_calls(function: Callable[..., Any]) -> int | None:
-    """How often one rollout of `function` calls its model at most; None unless its parameter
-    `model` is only ever called directly and outside of loops."""
+    """Upper bound on the model calls of one rollout of `function`; None unless its parameter
+    `model` is only called directly, outside of loops and inner functions."""
     source = _source(function)
     if source is None:
         return None
@@ -108,7 +108,7 @@ def _arguments(tree: _Function) -> list[ast.arg]:
 
 
 def _own_nodes(tree: Any, task: str) -> Iterator[Any]:
-    """Every node below `tree`, without inner functions that have a `task` of their own."""
+    """Every node below `tree`, except inner functions with a parameter of the same name."""
     child: Any
     for child in ast.iter_child_nodes(tree):
         inner = isinstance(child, (*_FUNCTIONS, ast.Lambda))

@@ -1,13 +1,12 @@
-"""Whether held-out items also stand in the training data, exactly or nearly.
+"""Leaks: held-out items that also occur in the training data, exactly or nearly.
 
-The input of a row leaves out columns that name, answer or describe it. Two rows are the same if
-their inputs are equal but for case, white space and the form of characters; they are nearly the
-same if the sets of their phrases of `WORDS` words have a Jaccard similarity (shared / all) of at
-least `NEAR`: in a text of forty words, one or two changed words, or four added ones. Phrases in
-more than `COMMON_SHARE` of all texts belong to a template rather than to a task and are left out.
-A translation, or the same question in other words, is not seen.
+The input of a row is its columns without ids, answers and descriptions. Rows are exact duplicates
+if their inputs are equal up to case, white space and Unicode form (NFKC). They are near-duplicates
+if their sets of `WORDS`-word phrases have a Jaccard similarity (shared / all) of at least `NEAR`;
+in a text of forty words that allows two changed words. Phrases in more than `COMMON_SHARE` of the
+different texts count as template and are left out. Paraphrases and translations are not found.
 
-The search is exact: every text as similar has one of the rarest phrases of the held-out text
+The search misses no pair: each similar text shares one of the rarest phrases of the held-out text
 (prefix filtering: Chaudhuri, Ganti and Kaushik, "A Primitive Operator for Similarity Joins in Data
 Cleaning", ICDE 2006).
 """
@@ -28,14 +27,14 @@ from aflow_tune.data.rows import Table
 NEAR = 0.7
 """Jaccard similarity from which two inputs are near-duplicates."""
 WORDS = 3
-"""Consecutive words that are compared as one phrase."""
+"""Words in a phrase."""
 COMMON_SHARE = 0.05
 COMMON_AT_LEAST = 20
-"""A phrase in more than this share of the different texts, and in more texts than this many,
-says nothing about a task."""
+"""Phrases in more than `COMMON_SHARE` of the different texts, and in more than this many of them,
+are ignored."""
 
-# Words of column names. What answers or describes an item counts where no other column asks: in
-# number games a "target" may well be what is asked.
+# Words of column names. Columns with `_ANSWERS` are left out only if another column holds the
+# question: in number games a "target" may be what is asked.
 _MARKS = {"id", "ids", "idx", "index", "uid", "uuid", "guid", "hash", "seed", "split"}
 _ASKS = {"question", "problem", "prompt", "query", "instruction", "input", "text", "messages"}
 _ANSWERS = {
@@ -48,24 +47,24 @@ _ANSWERS = {
 _TESTS = {"test", "tests"}
 _CODE = {"code"}
 
-# A word; a character of a script without spaces; or a sign that makes another calculation.
+# A word; a character of a script without spaces; or an operator, which changes a calculation.
 _WORD = re.compile(
     r"[぀-ヿ㐀-鿿가-힣]|[^\W぀-ヿ㐀-鿿가-힣]+|[-+*/=<>^%]",
 )
 
 
 class Leak(NamedTuple):
-    """A held-out row that stands in the training data; numbers count rows from 0."""
+    """A held-out row that also occurs in the training data; both are row numbers from 0."""
 
     held_out: int
     trained: int
     similarity: float
-    """Jaccard similarity of the inputs; 1.0 also for equal ones."""
+    """Jaccard similarity of the inputs; 1.0 for exact duplicates."""
     exact: bool
 
 
 def fingerprint(row: Mapping[str, Any]) -> bytes:
-    """The same for rows whose inputs are equal after normalisation."""
+    """A hash of the row's normalised input; equal for exact duplicates."""
     columns = _inputs(tuple(row))
     if len(columns) == 1:
         text = str(row[columns[0]])
@@ -78,7 +77,7 @@ def fingerprint(row: Mapping[str, Any]) -> bytes:
 
 
 def input_text(row: Mapping[str, Any]) -> str:
-    """What the input columns of a row say."""
+    """The values of the input columns, joined by spaces."""
     return " ".join(str(row[name]) for name in _inputs(tuple(row)))
 
 
@@ -88,8 +87,8 @@ def find_leaks(
     *,
     near: bool = True,
 ) -> list[Leak]:
-    """Held-out rows that stand in the training rows, or are `near` to one, each with the row that
-    is closest to it."""
+    """Held-out rows that duplicate a training row, or with `near` are similar to one, each with the
+    most similar training row; in order of the held-out rows."""
     trained: dict[bytes, int] = {}
     for number, row in enumerate(training):
         trained.setdefault(fingerprint(row), number)
@@ -112,7 +111,7 @@ def find_leaks(
 def leaks_between(
     training: Sequence[Table], held_out: Sequence[Table], *, near: bool = True
 ) -> list[tuple[Table, list[tuple[Leak, str]]]]:
-    """`find_leaks` for each held-out table that was read, with the place of the trained row."""
+    """`find_leaks` for each held-out table, with the place of the training row."""
     rows = [row for table in training for row in table.rows]
     places = [place for table in training for place in table.places]
     found = [(table, find_leaks(rows, table.rows, near=near)) for table in held_out]
@@ -140,15 +139,15 @@ def near_pairs(
 
 
 def words(text: str) -> list[str]:
-    """The words of a text as they are compared."""
+    """The words of a text, normalised (NFKC, case-folded)."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", text)
     return _WORD.findall(text.casefold())
 
 
 def _phrases(*groups: Sequence[str]) -> tuple[list[list[set[int]]], Counter[int]]:
-    """For each text the hashes of its phrases, those of templates left out; and in how many
-    different texts each phrase stands."""
+    """For each text the hashes of its phrases without template phrases; and the number of different
+    texts that contain each phrase."""
     made = []
     spread: Counter[int] = Counter()
     different: set[frozenset[int]] = set()
@@ -172,21 +171,21 @@ def _phrases(*groups: Sequence[str]) -> tuple[list[list[set[int]]], Counter[int]
 
 
 def _rarest(phrases: set[int], spread: Counter[int], threshold: float) -> list[int]:
-    """So many of the rarest phrases that every similar set has at least one of them."""
+    """The rarest phrases, as many as ensure that every similar set has at least one of them."""
     if not phrases:
         return []
-    # Rounded down: at the threshold itself, floating point must not lose a pair.
+    # The tolerance keeps pairs that are exactly at the threshold despite floating point.
     keep = len(phrases) - math.ceil(threshold * len(phrases) - 1e-9) + 1
     return sorted(phrases, key=lambda phrase: (spread[phrase], phrase))[:keep]
 
 
 @lru_cache(maxsize=256)
 def _inputs(columns: tuple[str, ...]) -> list[str]:
-    """The columns that make an item what it is, sorted."""
+    """The input columns, sorted; all columns if none qualifies."""
     parts = {name: set(re.split(r"[^a-z]+", name.lower())) for name in columns}
     kept = [name for name in columns if not parts[name] & _MARKS]
     if any(parts[name] & _ASKS for name in kept):
-        # Code beside tests is the solution that they test; elsewhere it may be what is asked about.
+        # Next to tests, code is the solution; elsewhere the question may be about it.
         answers = _ANSWERS | _CODE if any(parts[name] & _TESTS for name in kept) else _ANSWERS
         kept = [name for name in kept if not parts[name] & answers]
     return sorted(kept or columns)

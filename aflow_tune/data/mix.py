@@ -1,16 +1,15 @@
 """Which rows make up batch N of a mix of sources: exact shares, endless, a function of the seed.
 
-Batch N follows from shares, numbers of rows, batch size and seed alone, so nothing has to be saved
-to go on from any batch.
+Batch N follows from shares, row counts, batch size and seed alone, so a run can resume at any batch
+without saved state.
 
-Shares. A source whose share of the batch is no whole number (3.2 of 8) has the number below or
-above it in a batch, and after any number of batches no source is a whole item away from its share
-of all items: extra items are scheduled like the slots of a periodic task set (PD2: Anderson and
+Shares. A source whose share of the batch is not a whole number (3.2 of 8) gets the whole number
+below or above it, and after any number of batches its total differs from its exact share by less
+than one item: extra items are scheduled like the slots of a periodic task set (PD2: Anderson and
 Srinivasan, "Mixed Pfair/ERfair scheduling of asynchronous periodic tasks", J. Computer and System
 Sciences 68, 2004), which keeps every such lag between -1 and 1.
 
-Passes. A source is read in passes, each one a shuffle of all its rows: no row comes again before
-its pass is over.
+Passes. Each pass over a source is a new shuffle of all its rows, so no row repeats within a pass.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from fractions import Fraction
 from functools import lru_cache
 
 DEFAULT_SHARES = {"math": Fraction(2, 5), "code": Fraction(3, 10), "qa": Fraction(3, 10)}
-"""The shares of a mix that names none, by the kind of its sources."""
+"""Shares by kind of source, used if the configuration names none."""
 KINDS = dict(gsm8k="math", math="math", humaneval="code", mbpp="code", hotpotqa="qa", drop="qa")
 """What kind of task a benchmark holds."""
 SUM_TOLERANCE = Fraction(1, 10**6)
-"""How far written shares may be from 1 together: thirds cannot be written exactly."""
+"""How far the sum of the written shares may be from 1: thirds cannot be written exactly."""
 
 
 def kind_of(source: str, benchmark: str | None) -> str | None:
-    """`math`, `code` or `qa`, by a source's benchmark or its own name; None if neither tells."""
+    """`math`, `code` or `qa`, by a source's benchmark or its own name; None if both are unknown."""
     if benchmark in KINDS:
         return KINDS[benchmark]
     return source if source in DEFAULT_SHARES else KINDS.get(source)
 
 
 def default_shares(kinds: Mapping[str, str]) -> dict[str, Fraction]:
-    """The default recipe for sources of these kinds (source to kind): sources of one kind share
-    its part equally; where a kind is missing, the others keep their proportions."""
+    """Default shares for sources of these kinds (source to kind), 1 in sum: sources of one kind get
+    equal parts of its share; if a kind is missing, the others keep their proportions."""
     present = set(kinds.values())
     whole = sum(DEFAULT_SHARES[kind] for kind in present)
     of_kind = {kind: sum(other == kind for other in kinds.values()) for kind in present}
@@ -46,9 +45,9 @@ def default_shares(kinds: Mapping[str, str]) -> dict[str, Fraction]:
 
 
 def exact_shares(written: Mapping[str, float]) -> dict[str, Fraction]:
-    """Shares as written (0.4 is two fifths), scaled to be 1 together.
+    """The written decimals as fractions (0.4 is two fifths), scaled to sum to 1.
 
-    Raises ValueError: a share is not above 0, or they are further than `SUM_TOLERANCE` from 1."""
+    Raises ValueError: a share is not above 0, or the sum is off by more than `SUM_TOLERANCE`."""
     for source, share in written.items():
         if not (math.isfinite(share) and share > 0):
             raise ValueError(f"the share of {source} is {share}: it must be above 0")
@@ -60,7 +59,7 @@ def exact_shares(written: Mapping[str, float]) -> dict[str, Fraction]:
 
 
 def apportion(total: int, shares: Mapping[str, Fraction]) -> dict[str, int]:
-    """`total` items by shares, by largest remainder; equal remainders go to the first named."""
+    """Split `total` items by shares, by largest remainder; ties go to the source named first."""
     counts = {source: math.floor(total * share) for source, share in shares.items()}
     by_remainder = sorted(shares, key=lambda source: counts[source] - total * shares[source])
     for source in by_remainder[: total - sum(counts.values())]:
@@ -69,8 +68,8 @@ def apportion(total: int, shares: Mapping[str, Fraction]) -> dict[str, int]:
 
 
 def sample(labels: Sequence[str | None], size: int, seed: int) -> list[int]:
-    """A fixed sample of at most `size` row numbers, ascending: each of `labels`, one for each row,
-    by its share of the rows."""
+    """A stratified sample of at most `size` row numbers, ascending, fixed by `seed`. `labels` has
+    the stratum of each row."""
     if size >= len(labels):
         return list(range(len(labels)))
     by_label: dict[str, list[int]] = {}
@@ -93,7 +92,7 @@ class Mix:
         seed: decides the shuffles, not how many items of a source a batch has.
 
     Raises:
-        ValueError: shares that are not above 0 and 1 together, or a source without rows.
+        ValueError: a share is not above 0, they do not sum to 1, or a source has no rows.
     """
 
     def __init__(
@@ -111,9 +110,9 @@ class Mix:
         self._whole = [math.floor(quota) for quota in quotas]
         self._parts = [quota - whole for quota, whole in zip(quotas, self._whole, strict=True)]
         self._seats = int(sum(self._parts))
-        """Items of a batch beyond the whole parts of its quotas."""
+        """Extra items of a batch: its size minus the whole parts of all quotas."""
         self._period = math.lcm(*(part.denominator for part in self._parts))
-        """After so many batches every source has exactly its share."""
+        """Batches after which every source has exactly its share."""
         self._at, self._extra = 0, [0] * len(self.sources)
 
     def batch(self, number: int) -> list[tuple[str, int]]:
@@ -142,12 +141,12 @@ class Mix:
         ]
 
     def _chosen(self, slot: int) -> list[int]:
-        """The sources that get one item more in this batch of the period, by PD2.
+        """The sources that get one extra item in this batch of the period, by PD2.
 
-        The n-th extra item of a source of weight w may come from batch floor((n-1)/w) on, and
-        must by batch ceil(n/w). Of those that may, the earliest deadline goes first; then the
-        one whose window overlaps its next one; then the one with the longest chain of windows
-        of length two that a late choice would push on.
+        The n-th extra item of a source of weight w is released at batch floor((n-1)/w) and due by
+        batch ceil(n/w). Released items are ordered by earliest deadline; then by whether the
+        window overlaps the next one (b-bit); then by the latest group deadline, the end of the
+        chain of windows of length two that a late choice would push back.
         """
         waiting: list[tuple[int, int, int, int]] = []
         for source, weight in enumerate(self._parts):

@@ -1,9 +1,9 @@
-"""Training, validation and test files drawn from several sources, sharing nothing.
+"""Draws training, validation and test files from several sources, without leaks between them.
 
-Every split takes from each source its share of the rows, by largest remainder. Rows whose
-inputs are equal count once, over all sources. The test rows are drawn first; a row that leaks
-(`leaks.py`) out of a split drawn before is replaced by another one. What is written has no leak,
-by the same check as `aflow-tune data check`.
+Each split takes its share of rows from each source, by largest remainder. Rows with equal inputs
+count once over all sources. The test split is drawn first, then validation, then training; a drawn
+row that leaks (`leaks.py`) from a split drawn before is replaced. The written files pass the leak
+check of `aflow-tune data check`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 @dataclass
 class Source:
-    """Rows of one origin. `origin` is what the user named; `sha256` that of a file."""
+    """Rows of one origin. `origin`: what the user named; `sha256`: of the file, None if no file."""
 
     name: str
     benchmark: str
@@ -42,15 +42,15 @@ class Source:
 
 @dataclass
 class Drawn:
-    """The rows of each split, and how many rows of each source were not used and why."""
+    """The rows of each split, and how many rows of each source were dropped and why."""
 
     splits: dict[str, list[Row]]
     duplicates: dict[str, int]
-    """Rows whose input another row has too."""
+    """Source to rows dropped because an earlier row has the same input."""
     leaking: dict[str, int]
-    """Rows taken out because they are nearly the same as one of a split held out from them."""
+    """Source to rows dropped because they are near-duplicates of a row in a split drawn before."""
     taken: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Source to split to rows."""
+    """Source to split to number of rows."""
 
 
 def draw(
@@ -121,9 +121,9 @@ def write_splits(
     *,
     force: bool = False,
 ) -> list[Path]:
-    """Write a `SPLIT.jsonl` for each split that has rows, and last `manifest.json`; returns them.
+    """Write `SPLIT.jsonl` for each split with rows, then `manifest.json`; returns the paths.
 
-    Raises BadInput: files are there already and `force` is not set, or nothing can be written."""
+    Raises BadInput: files exist and `force` is not set, or they cannot be written."""
     written = {split: b"".join(map(as_line, rows)) for split, rows in drawn.splits.items()}
     content = {f"{split}.jsonl": text for split, text in written.items() if text}
     manifest = {
@@ -156,8 +156,8 @@ def write_splits(
         faults = [Fault(str(path), "no file of that name", "a file", fix) for path in there]
         raise BadInput("Nothing was written.", faults)
     try:
-        # Neither the manifest, which says what the others hold, nor a split of an earlier draw
-        # may outlive the rest.
+        # An interrupted write must not leave the manifest or a split of an earlier draw beside
+        # files of this one.
         for path in there:
             path.unlink(missing_ok=True)
         for name, data in content.items():

@@ -1,7 +1,7 @@
-"""Rows of a data file, with the line of every fault.
+"""Reads the rows of data files, with the place of each row and of each fault.
 
-Reads what Hugging Face `datasets` reads from the same file without importing it, and leaves every
-row as it is. For checking, a long file is read up to a limit, and the rest is only counted.
+The rows are those that Hugging Face `datasets` reads from the same file, unchanged, without
+importing it. For checks, a long file is read up to a limit and the rest is only counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import IO, Any
 from aflow_tune.errors import Fault
 
 ROW_LIMIT = 100_000
-"""Rows that are read of one table for checking."""
+"""Rows of one table that are read for checks; columnar files stop at the end of a batch."""
 _FAULT_LIMIT = 5
 
 SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv"}
@@ -27,7 +27,7 @@ SUFFIXES |= {".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 
 @dataclass
 class Table:
-    """What was read of one or more files that form one split."""
+    """The rows of one or more files that form one split."""
 
     source: str
     """The path as the user gave it."""
@@ -35,17 +35,17 @@ class Table:
     places: list[str] = field(default_factory=list)
     """`file:line` (or `file row N`) of each row."""
     total: int = 0
-    """Rows in the files; equal to `len(rows)` if all were read."""
+    """Rows in the files, faulty ones included."""
     faults: list[Fault] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
-        """Whether every row was looked at."""
+        """Whether `rows` has every row of the files."""
         return len(self.rows) == self.total
 
 
 def file_format(path: Path) -> str | None:
-    """`json`, `csv`, `parquet`, `arrow`, `text`, or None for a file that is no data."""
+    """`json`, `csv`, `parquet`, `arrow`, `text`, or None if the suffix is not one of `SUFFIXES`."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] == ".gz":
         inner = SUFFIXES.get(suffixes[-2]) if len(suffixes) > 1 else None
@@ -54,8 +54,8 @@ def file_format(path: Path) -> str | None:
 
 
 def read_table(source: str, files: list[Path], *, whole: bool = False) -> Table:
-    """Read the files of one split, `whole` or up to `ROW_LIMIT`. What is wrong with them is in the
-    table's faults."""
+    """Read the files of one split, `whole` or up to `ROW_LIMIT` rows. Raises nothing for bad files:
+    the first faults are in `Table.faults`."""
     table = Table(source)
     limit = math.inf if whole else ROW_LIMIT
     for file in files:
@@ -77,7 +77,7 @@ def read_table(source: str, files: list[Path], *, whole: bool = False) -> Table:
 
 
 def with_source(row: Mapping[str, Any], source: str, benchmark: str | None) -> dict[str, Any]:
-    """The row with the name of its source and, where it is known, of its benchmark."""
+    """A copy with its source and any benchmark; another `source` moves to `original_source`."""
     content = dict(row)
     if content.get("source") not in (None, source):
         content["original_source"] = content["source"]
@@ -88,7 +88,7 @@ def with_source(row: Mapping[str, Any], source: str, benchmark: str | None) -> d
 
 
 def _read_stream(table: Table, file: Path, kind: str | None, stream: IO[str], limit: float) -> None:
-    """JSON, JSON lines, CSV and text: rows one by one, and from the limit on only counted."""
+    """JSON, JSON lines, CSV and text: read up to the limit, then only count."""
     rows: Iterator[tuple[str, Any]]
     if kind == "json":
         first = next((line.strip() for line in stream if line.strip()), "")

@@ -1,1 +1,1 @@
-"""What a machine has for a run, looked at before one is started: checks that return lines."""
+"""`aflow-tune doctor`: checks of a machine and a configuration before a run is started."""

@@ -1,9 +1,9 @@
-"""What `aflow-tune doctor` looks at: the machine alone, or for one configuration.
+"""The checks of `aflow-tune doctor`: of the machine alone, or for one configuration.
 
-With a configuration come everything that `validate` finds, sorted by subject, and what `validate`
-leaves out because it would start or ask something: the hub, the endpoints, the cluster. All checks
-run side by side; those that need the settings wait for them, and are empty where these cannot be
-read.
+A configuration adds everything that `validate` finds, sorted by subject, and what `validate` leaves
+out because it would start or contact something: the hub, the endpoints, the cluster. All checks run
+concurrently; those that need the settings wait for them. Where the settings cannot be read, the
+machine is checked without them, and `model`, `data` and `keys` have no lines.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ if TYPE_CHECKING:
     from aflow_tune.config.validate import ValidationReport
 
 CONFIG_SECONDS = 60.0
-"""Importing Trinity, the user's own code and the data sets."""
+"""For importing Trinity and the user's code, and reading the data sets."""
 MACHINE_SECONDS = 20.0
 RAY_SECONDS = 30.0
-"""Until the process that asks a Ray is killed."""
+"""After this the process that asks a Ray is killed."""
 _AREAS = (
     ("keys", re.compile(r"\bmodels\.\w+\.(api_key_env|headers_env)")),
     ("model", re.compile(r"\bmodel\.model_path|auxiliary_models\[\d+\]\.model_path")),
     ("ray", re.compile(r"^(RAY_|TMPDIR|/tmp$)")),
     ("data", re.compile(r"explorer_input|experience_buffer|\.(jsonl?|csv|parquet)(:\d+)?$")),
 )
-"""What a fault is about, by where it is; anything else is told of the configuration."""
+"""Which check shows a fault, by its place; all others are shown under `config`."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A configuration that was read, with what `validate` says. `parts`: the run, or its stages."""
+    """A configuration with the report of `validate` on it. `parts`: the run, or its stages."""
 
     report: ValidationReport
     config: AflowConfig
@@ -63,12 +63,12 @@ class Settings:
 
     @property
     def engine(self) -> str:
-        """The one that was chosen, or is meant."""
+        """The engine that was chosen, else the configured one."""
         return self.report.engine[0] if self.report.engine is not None else self.config.engine
 
     @property
     def remote(self) -> bool:
-        """Whether a service samples and trains, so that no GPU of ours is needed."""
+        """Whether a service runs the model, so that the run needs no GPU of its own."""
         return bool(self.config.model.tinker.enable or self.config.model.external_model.enable)
 
     @property
@@ -88,13 +88,13 @@ class Settings:
 def examination(
     path: Path | None = None, overrides: Sequence[str] = (), *, offline: bool = False
 ) -> list[Check]:
-    """The checks of one command, in the order in which they are told. `path`: a configuration;
-    None: the machine alone. `offline`: ask neither the hub nor the endpoints of models."""
+    """The checks of one command, in the order in which they are shown. `path`: a configuration;
+    None: the machine alone. `offline`: contact neither the hub nor the endpoints of models."""
     examined = begun(lambda: _examine(path, overrides))
 
     def settings() -> Settings | None:
         found = None if examined.exception() is not None else examined.result()
-        return found if isinstance(found, Settings) else None  # else `config` tells of it
+        return found if isinstance(found, Settings) else None  # else `config` reports it
 
     def of(look: Callable[[Settings], list[Line]]) -> Callable[[], list[Line]]:
         return lambda: [] if (found := settings()) is None else look(found)
@@ -106,11 +106,11 @@ def examination(
         report, lines = found.report, found.lines("config")
         if report.engine is not None:
             lines.insert(0, ok("config", f"engine: {report.engine[0]} ({report.engine[1]})"))
-        # What is fetched is told under `model` and `data`, which ask the hub.
+        # What will be fetched is shown under `model` and `data`, which ask the hub.
         lines += [note("config", told) for told in report.warnings if "fetched" not in told]
         return lines if report.faults else [*lines, ok("config", f"{path}: valid")]
 
-    # What needs the settings waits for them.
+    # Checks that need the settings wait for them.
     seconds = MACHINE_SECONDS + (0.0 if path is None else CONFIG_SECONDS)
     checks = [
         Check("python", check_python),
@@ -132,7 +132,7 @@ def examination(
 
 
 def _examine(path: Path | None, overrides: Sequence[str]) -> Settings | list[Line]:
-    """The configuration; lines instead where it could not be examined."""
+    """The configuration, or lines that say why it could not be examined; [] without one."""
     if path is None:
         return []
     installed = installed_versions()
@@ -152,21 +152,21 @@ def _examine(path: Path | None, overrides: Sequence[str]) -> Settings | list[Lin
 
 
 def _gpus(found: Settings | None) -> list[Line]:
-    """GPUs of this machine, which `engine: trinity` needs unless it joins a Ray."""
+    """This machine's GPUs; `engine: trinity` needs one unless on a Ray, a service or processors."""
     if found is None:
         return check_gpus()
     from aflow_tune.config import on_processors
     from aflow_tune.config.engine import missing_devices
 
     elsewhere = found.remote or on_processors()
-    with contextlib.suppress(BadInput):  # told in the line about Ray
+    with contextlib.suppress(BadInput):  # reported by the check of Ray
         elsewhere = elsewhere or find_ray(found.config) is not None
     lines = check_gpus(needed=found.engine == "trinity" and not elsewhere)
     return lines + [line_of("gpu", it, given=False) for it in missing_devices(found.config)]
 
 
 def _sandbox(found: Settings | None) -> list[Line]:
-    """A fault only where the configuration itself runs programs of a model."""
+    """A missing sandbox is a fault only if the configuration runs programs of a model."""
     if found is None:
         return check_sandbox()
     graph = bool(found.config.graph.path) and not found.config.graph.trust
@@ -174,7 +174,7 @@ def _sandbox(found: Settings | None) -> list[Line]:
 
 
 def _ray(found: Settings | None) -> list[Line]:
-    """The Ray that a run would join, asked what the run would ask of it."""
+    """The Ray that a run would join, with the checks that the run would make of it."""
     if not installed_versions(("ray",)):
         return [fault("ray", "Ray is not installed", package_cure("ray"))]
     if found is not None:
@@ -193,8 +193,8 @@ def _ray(found: Settings | None) -> list[Line]:
 
 
 def ask_ray(joined: FoundRay, found: Settings | None = None) -> list[Line]:
-    """Lines about a Ray, which a child process asks (`_ray_probe.py`): connecting cannot be
-    interrupted, changes the process that does it, and can hang."""
+    """Lines about a Ray. A child process (`_ray_probe.py`) asks it, because connecting can hang,
+    cannot be interrupted, and changes the process that connects."""
     address = joined.address
     if not answers(address):
         cure = "start it (`aflow-tune cluster up`), or correct cluster.ray_address or RAY_ADDRESS"
@@ -205,7 +205,7 @@ def ask_ray(joined: FoundRay, found: Settings | None = None) -> list[Line]:
     if found is not None:
         runs, config = found.run_folders, found.config
         folder = next(path for path in (runs, *runs.parents) if path.exists())
-        if folder.is_dir() and os.access(folder, os.W_OK):  # `disk` tells of the others
+        if folder.is_dir() and os.access(folder, os.W_OK):  # `disk` reports other folders
             question["folder"] = str(folder)
         question["where"] = config.positions.where("checkpoint_root_dir")
         question["trust_users"] = config.runtime_env.trust_users
@@ -250,7 +250,7 @@ def ask_ray(joined: FoundRay, found: Settings | None = None) -> list[Line]:
 
 
 def _disk(found: Settings | None) -> list[Line]:
-    """Run folders and temporary files."""
+    """The folders for runs and for temporary files."""
     runs, move = Path.cwd(), "cd to a folder on another disk"
     if found is not None:
         runs, move = found.run_folders, "choose another: checkpoint_root_dir=FOLDER"
@@ -261,9 +261,9 @@ def _disk(found: Settings | None) -> list[Line]:
 
 
 def _models(found: Settings, *, ask: bool) -> list[Line]:
-    """The models that run here: in a folder, in a cache, or to be fetched."""
+    """The models of the run: in a folder, in a cache, or to be fetched."""
     lines = found.lines("model")
-    refused = " ".join(line.found for line in lines)  # no name that the hub could know
+    refused = " ".join(line.found for line in lines)  # by `validate`: not a hub id
     names = [part.model.model_path for part in found.parts]
     names += [model.model_path or "" for model in found.config.explorer.auxiliary_models]
     for name in () if found.remote else dict.fromkeys(filter(None, names)):
@@ -278,7 +278,7 @@ def _models(found: Settings, *, ask: bool) -> list[Line]:
 
 
 def _data(found: Settings, *, ask: bool) -> list[Line]:
-    """The task sets and the data to learn from."""
+    """The task sets and the experience buffer."""
     from aflow_tune.config.tasksets import (
         experience_buffer,
         is_file,
@@ -304,10 +304,10 @@ def _data(found: Settings, *, ask: bool) -> list[Line]:
 
 
 def folder_of(name: str) -> Path | None:
-    """The folder of a model that is on this machine with its weights; None: it has to be fetched.
+    """The folder of a model that is on this machine; None: it has to be fetched.
 
-    A hub model counts only if its weights are in the cache too: a fetch that was cut off leaves
-    its configuration there.
+    A hub model counts only if its weights are in the cache too: an interrupted download leaves the
+    configuration there without them.
     """
     folder = Path(name).expanduser()
     if name in BUNDLED:

@@ -1,7 +1,7 @@
-"""Lines, and checks that run side by side, each within its time.
+"""The lines that `doctor` prints, and running its checks concurrently, each with a time limit.
 
-A check that raises or hangs is one faulty line and never keeps the others from being told. What
-hangs is left behind when the command ends.
+A check that raises or hangs becomes one faulty line; the other checks are still reported. A thread
+that hangs is abandoned when the command ends.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from aflow_tune.errors import BadInput, Fault
 
 T = TypeVar("T")
 CHECK_THREAD = "doctor-"
-"""How the names of the checking threads begin; one that is alive at the end hangs."""
+"""Name prefix of the checks' threads; one that is still alive at the end hangs."""
 
 
 class State(StrEnum):
-    """How a line counts. Only a fault keeps a run from going well."""
+    """The severity of a line. Only a fault stops a run from working."""
 
     OK = "ok"
     NOTE = "note"
@@ -33,10 +33,10 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Line:
-    """One thing that was looked at.
+    """One finding of a check.
 
-    `cure` is a command or a setting; every fault has one. `given`: what is wrong is something
-    that the user wrote (configuration, data, a key), not the machine.
+    `cure` is a command or a setting; every fault has one. `given`: the fault is in something that
+    the user wrote (configuration, data, a key), not in the machine.
     """
 
     check: str
@@ -48,7 +48,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Check:
-    """A name, what to do, and the seconds that it may take."""
+    """A check: its name, a function that returns its lines, and its time limit in seconds."""
 
     name: str
     look: Callable[[], Sequence[Line]]
@@ -68,18 +68,18 @@ def fault(check: str, found: str, cure: str, *, given: bool = False) -> Line:
 
 
 def lacking(needed: bool | None, check: str, found: str, cure: str) -> Line:
-    """A fault where this is needed, else a note."""
+    """A fault if this is `needed`, else a note."""
     return fault(check, found, cure) if needed else note(check, found, cure)
 
 
 def line_of(check: str, found: Fault, *, given: bool = True) -> Line:
-    """The fault of an input as a line."""
+    """A fault of an input as a line."""
     text = f"{found.where}: {found.found} (expected: {found.expected})"
     return fault(check, text, found.cure or "correct this", given=given)
 
 
 def begun(make: Callable[[], T]) -> Future[T]:
-    """Run this in a thread of its own."""
+    """Call a function in a thread of its own."""
     pool = ThreadPoolExecutor(1, thread_name_prefix=CHECK_THREAD)
     future = pool.submit(make)
     pool.shutdown(wait=False)
@@ -87,7 +87,7 @@ def begun(make: Callable[[], T]) -> Future[T]:
 
 
 def run_checks(checks: Sequence[Check]) -> Iterator[list[Line]]:
-    """The lines of each check, in the order of the checks, as soon as they are there."""
+    """Start all checks; yields the lines of each, in the order of the checks."""
     started = time.monotonic()
     answers = [begun(check.look) for check in checks]
     for check, answer in zip(checks, answers, strict=True):

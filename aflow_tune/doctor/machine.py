@@ -1,9 +1,9 @@
-"""The machine itself: Python, installed versions, the sandbox, GPUs, folders that are written to.
+"""Checks of the machine: Python, installed versions, the sandbox, GPUs, folders to write to.
 
-Known clashes of versions are faults (`config/clashes.py`), and so is what this package declares and
-is not installed. What differs from the set that was tested together (`tested_cpu.txt`, as
-`constraints.txt`) is a note. PyTorch is read, not imported. In folders a file is really written:
-free space does not tell of quotas or rights.
+Known version conflicts (`config/clashes.py`) and missing requirements are faults. Versions that
+differ from the set tested together (`tested_cpu.txt`, derived from `constraints.txt`) are a note.
+PyTorch's version file is read; PyTorch is not imported. A folder is checked by writing a file: free
+space says nothing about quotas or permissions.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def check_python() -> list[Line]:
 
 
 def check_versions(distribution: str = "aflow-tune") -> list[Line]:
-    """Lines about everything that is installed here."""
+    """Lines about the installed packages; `distribution` is the one whose requirements count."""
     installed = clashes.installed_versions()
     lines = [ok("versions", ", ".join(f"{name} {installed.get(name, 'none')}" for name in _SHOWN))]
     for clash, found in clashes.known_clashes(installed):
         lines.append(fault("versions", f"{found}: {clash.reason}", clashes.cure_of(clash)))
     declared, wanted = clashes.requirements_of(distribution), {}
-    if not declared:  # a checkout without an installation declares nothing
+    if not declared:  # a checkout that is not installed declares nothing
         wanted = dict.fromkeys(clashes.missing(installed), "aflow-tune")
     for name in clashes.NEEDED:
         wanted |= {str(need): name for need in clashes.requirements_of(name)}
@@ -66,7 +66,7 @@ def check_versions(distribution: str = "aflow-tune") -> list[Line]:
             lines.append(
                 fault("versions", f"{name} is not installed; {by} needs it", clashes.install(need))
             )
-    if "vllm" in installed:  # the tested set is the one without
+    if "vllm" in installed:  # the tested set is for installations without vLLM
         return lines
     tested = dict(line.split("==") for line in _TESTED.read_text(encoding="utf-8").split())
     other = {
@@ -82,8 +82,8 @@ def check_versions(distribution: str = "aflow-tune") -> list[Line]:
 
 
 def check_sandbox(policy: str = "auto", needed: bool = True) -> list[Line]:
-    """The sandbox backend for programs of a model, proved by starting one. `needed`: whether the
-    configuration runs such programs by itself."""
+    """The sandbox for programs of a model, verified by starting one. `needed`: the configuration
+    runs such programs, so a missing sandbox is a fault."""
     from aflow_tune.sandbox import Level, detect
     from aflow_tune.sandbox.backends import INSTALL
 
@@ -107,7 +107,7 @@ def check_sandbox(policy: str = "auto", needed: bool = True) -> list[Line]:
 
 def check_gpus(needed: bool | None = None) -> list[Line]:
     """Driver, CUDA, the build of PyTorch, and each GPU. `needed`: whether the run needs GPUs here;
-    None: that is not known."""
+    None: unknown."""
     built = torch_cuda()
     torch = "a CPU build of PyTorch" if built is None else f"PyTorch built for CUDA {built}"
     try:
@@ -124,7 +124,7 @@ def check_gpus(needed: bool | None = None) -> list[Line]:
         cure = "python -m pip install --force-reinstall torch  # from an index with CUDA wheels"
         lines.append(lacking(needed, "gpu", f"{torch} beside a GPU: it cannot use it", cure))
     elif now.cuda is not None and int(built.split(".")[0]) > int(now.cuda.split(".")[0]):
-        # Within a major version a newer CUDA runs on an older driver.
+        # Within a major version of CUDA a newer build runs on an older driver.
         cure = f"install a newer driver, or a PyTorch for CUDA {now.cuda}"
         lines.append(fault("gpu", f"{torch}, but the driver runs {now.cuda} at most", cure))
     if not now.devices:
@@ -144,7 +144,7 @@ def check_gpus(needed: bool | None = None) -> list[Line]:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that the installed PyTorch was built for; None: none, or no PyTorch."""
+    """The CUDA version that PyTorch was built for; None: a CPU build, or no PyTorch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -154,7 +154,7 @@ def torch_cuda() -> str | None:
 
 
 def check_folder(folder: Path, move: str) -> list[Line]:
-    """Whether `folder` (or what will hold it) can be written to. `move`: how another is chosen."""
+    """Whether `folder` (or its nearest parent) is writable. `move`: how to choose another one."""
     folder = Path(os.path.abspath(folder.expanduser()))
     there = folder
     try:

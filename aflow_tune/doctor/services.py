@@ -1,7 +1,7 @@
-"""What is asked over the network: the endpoints of models about their keys, the hub about files.
+"""Checks over the network: keys at the endpoints of models, files on the hub.
 
-Keys are never shown; each endpoint is asked once for its list of models. Of the hub nothing is
-fetched but descriptions.
+Keys are never shown. Each endpoint is asked for its list of models; one at a `base_url` that takes
+the key is asked again without it. From the hub only metadata is fetched.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SECONDS = 6.0
 
 
 def check_keys(config: AflowConfig, *, ask: bool = True) -> list[Line]:
-    """Lines about the keys of every role of `models`, and of Trinity's own services. `ask`: the
-    endpoints, too."""
+    """Lines about the keys of every role of `models`, and of Trinity's own services. `ask`: contact
+    the endpoints; otherwise only the environment is checked."""
     lines, endpoints = [], dict[tuple[object, ...], dict[str, ModelSettings]]()
     for role, settings in config.models.items():
         faults = check_models({role: settings})
-        # What is wrong with the other settings is told with the configuration.
+        # Faults of the other settings are shown under `config`.
         lines += [
             line_of("keys", replace(found, where=config.positions.where(found.where)))
             for found in faults
@@ -107,8 +107,8 @@ def _key(roles: Mapping[str, ModelSettings]) -> str:
 
 
 def check_hub(check: str, name: str, kind: str, *, ask: bool = True) -> list[Line]:
-    """Whether `name`, a 'model' or 'dataset', can be fetched at the start of the run. `ask`: the
-    hub, or nobody."""
+    """Whether `name` can be fetched from the hub at the start of the run. `kind`: 'model' or
+    'dataset'. `ask`: contact the hub."""
     fetch = f"hf download {name} --repo-type {kind}"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         found = f"{name}: not on this machine, and HF_HUB_OFFLINE forbids to fetch it"
@@ -122,7 +122,7 @@ def check_hub(check: str, name: str, kind: str, *, ask: bool = True) -> list[Lin
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
     try:
         told = api.repo_info(name, repo_type=kind, timeout=SECONDS, files_metadata=True)
-        if getattr(told, "gated", False):  # everybody may read about it, not everybody fetch it
+        if getattr(told, "gated", False):  # its metadata is public, its files may not be
             api.auth_check(name, repo_type=kind)
     except GatedRepoError:
         cure = f"accept its terms at {api.endpoint}/{name}, then `hf auth login`"
@@ -130,7 +130,7 @@ def check_hub(check: str, name: str, kind: str, *, ask: bool = True) -> list[Lin
     except RepositoryNotFoundError:
         cure = "check the name; for a private one `hf auth login`"
         return [fault(check, f"{name}: the hub knows no such {kind}", cure, given=True)]
-    except Exception as error:  # the transport's own classes, which differ with the hub's client
+    except Exception as error:  # exception types differ between versions of the hub's client
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         found = f"{name}: not on this machine, and {api.endpoint} does not answer ({reason})"
         return [fault(check, found, f"`{fetch}` where the hub can be reached; or set HF_ENDPOINT")]

@@ -1,11 +1,11 @@
-"""`aflow-tune run --dry-run`: one step of a configuration, played by a script on a tiny model.
+"""`aflow-tune run --dry-run`: one step of a configuration with a scripted tiny model as the policy.
 
-Everything between the rows and the optimiser step is what a run has. What stands in is the policy,
-a tiny random model with its tokenizer, whose answers are scripted (`script.py`), and models behind
-an API, unless calls were allowed. `engine: trinity` is played on the local engines.
+Everything from the rows to the optimiser step is that of a run, except the policy, a tiny random
+model with scripted answers (`script.py`) and the real model's tokenizer where that is on this
+machine, and models behind an API, unless `--call-apis`. `engine: trinity` uses the local engines.
 
-Everything is written into a temporary folder; the run's own folder is neither read nor made. No
-running Ray is joined: the actors are those of a Ray of the dry run's own.
+Everything is written into a temporary folder; the run's own folder is neither read nor created. A
+Ray is started for the dry run; a running one is not joined.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ from aflow_tune.running.run import Run
 from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
 
 MOST_RUNS = 256
-"""A step of more runs is played with fewer tasks, so that a dry run stays short."""
+"""A step of more rollouts than this is played with fewer tasks, so that a dry run stays short."""
 LONGEST_RUN = 60.0
-"""Seconds that a run of the workflow may take where every model answers at once."""
+"""Seconds that a rollout may take when every model answers at once."""
 WIDER = 8
-"""By how much lengths grow where another tokenizer than the model's counts them."""
+"""Factor on all length limits when another tokenizer than the model's counts the tokens."""
 _MOST_TEXT = 8000
 _SHORT = 1000
 _ELSEWHERE: dict[str, Any] = {
@@ -89,7 +89,7 @@ _ELSEWHERE: dict[str, Any] = {
     "algorithm.optimizer.optimizer_type": "adam",
     "synchronizer.sync_style": SyncStyle.FIXED,
 }
-"""What only Trinity's own engines have, and what takes its place."""
+"""Settings that only Trinity's own engines have, and the values that replace them."""
 _COUNT = "experience_pipeline/experience_count"
 _LONE = "experience_pipeline/group/lone_runs"
 _PLACE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
@@ -102,13 +102,13 @@ _STEP = {
     "train_tokens": ("perf/train_tokens",),
     "skipped": ("actor/skipped_steps",),
 }
-"""What the trainer logs of the optimiser step, by short name."""
+"""Short names of the trainer's metrics of the optimiser step, each with its possible keys."""
 
 
 @dataclass(frozen=True)
 class DryRunOptions:
-    """What the command line adds to the configuration. `tasks` None: a whole step, as long as it
-    has no more than `MOST_RUNS` runs. `stage` None: the first one that trains on rollouts."""
+    """What the command line adds to the configuration. `tasks` None: a whole step, but no more than
+    `MOST_RUNS` rollouts. `stage` None: the first one that trains on rollouts."""
 
     answers: Path | None = None
     call_apis: bool = False
@@ -121,7 +121,7 @@ class DryRun(Run):
     script: Script
 
     def play(self, phase: Callable[[str], None], stop: Callable[[], bool]) -> int:
-        """Make the step; returns the step reached, 1 or 0. Raises what the engine raised."""
+        """Run the step; returns the step reached, 1 or 0. Raises whatever the engine raises."""
         log_to(self.run_dir / "log")
         materialise_tasksets(self.config)
         self.target = self.config.trainer.total_steps = 1
@@ -147,11 +147,11 @@ def dry_run(
     phase: Callable[[str], None],
     stop: Callable[[], bool],
 ) -> DryRunResult:
-    """Play one step of the configuration at `path`.
+    """Play one step of the configuration at `path`; the result holds what engines and code raised.
 
     Raises:
-        BadInput: configuration, function, data or answers were refused; nothing was started.
-        Interrupted: `stop` said so.
+        BadInput: configuration, function, data or answers were refused; no rollout was made.
+        Interrupted: `stop` returned True.
     """
     started = time.monotonic()
     whole = load_config(path, overrides)
@@ -169,10 +169,10 @@ def dry_run(
             raise
         except AflowTuneError as error:
             if isinstance(error, BadInput) and not read_runs(run.run_dir):
-                raise  # functions that cannot be sent, rows that cannot be read
+                raise  # e.g. functions that cannot be sent, unreadable rows
             failure = str(error)
         except Exception as error:
-            # Whatever an engine or user code raised is what a dry run is there to show.
+            # A dry run exists to show what an engine or user code raises.
             failure = "".join(traceback.format_exception(error))[-_MOST_TEXT:].rstrip()
         if stop() and not reached:
             raise Interrupted("stopped; a dry run leaves nothing behind")
@@ -191,7 +191,7 @@ def dry_run(
 
 
 def _chosen(whole: AflowConfig, stage: str | None) -> tuple[str, AflowConfig]:
-    """The run or the stage to play.
+    """The name and configuration of the stage to play; the name of a single run is ''.
 
     Raises:
         BadInput: there is no such stage, or none that trains on rollouts.
@@ -210,7 +210,7 @@ def _chosen(whole: AflowConfig, stage: str | None) -> tuple[str, AflowConfig]:
 
 
 def _doubts(facts: Mapping[str, Any], trained: bool, options: DryRunOptions) -> Iterator[str]:
-    """What the numbers are a reason to look at."""
+    """Warnings that the results give reason for."""
     kinds = facts["answers"]["by_kind"]
     if options.answers is not None and kinds and not {GOOD, BAD} & kinds.keys():
         yield f"no row that was played has a line in {options.answers}"
@@ -227,9 +227,9 @@ def _doubts(facts: Mapping[str, Any], trained: bool, options: DryRunOptions) -> 
 
 
 class _Scene:
-    """What a dry run is played with: a folder, a tiny model, servers, which end with `stack`.
+    """The set-up of a dry run: a tiny model in `folder`, and servers that end with `stack`.
 
-    `planned` is the configuration as it is, `run` what is played of it.
+    `planned` is the configuration as given, `run` a run of its shrunken copy.
 
     Raises:
         BadInput: either was refused.
@@ -256,7 +256,7 @@ class _Scene:
         script = self._script()
         if planned.engine == "trinity":
             planned.prepared.engine = ("trinity", "as configured")
-            # A folder of the cluster's machines need not be here: `doctor` looks for it there.
+            # A model's folder on the cluster need not exist on this machine.
             for model in (planned.model, *planned.explorer.auxiliary_models):
                 named = Path(str(model.model_path)).expanduser()
                 if named.is_absolute() and not named.exists():
@@ -274,7 +274,7 @@ class _Scene:
             if self.trinity:
                 error.title = f"The local engines cannot play this configuration. {error.title}"
             raise
-        # What is warned of the shrunken configuration alone is not the user's.
+        # Warnings about the shrunken configuration alone do not concern the user.
         own = [text for text in self.run.warnings if text not in played.warnings]
         self.warnings = [*dict.fromkeys([*planned.warnings, *own])]
 
@@ -293,7 +293,7 @@ class _Scene:
         import torch
 
         tokenizer = copy.deepcopy(self.tokens.tokenizer)
-        tokenizer.chat_template = CHATML  # takes any roles in any order, as APIs do
+        tokenizer.chat_template = CHATML  # accepts any roles in any order, as APIs do
         model = load_model(self.model, torch.float32, torch.device("cpu"))
         sampler = ScriptedSampler(model, tokenizer, scored=False, max_model_len=2**20, threads=1)
         self.stack.callback(sampler.close)
@@ -303,18 +303,18 @@ class _Scene:
         return f"{address}/v1"
 
     def _shrink(self, config: AflowConfig, folder: Path) -> Iterator[str]:
-        """Make a configuration small, before it is prepared: the same work, a tiny model, nothing
-        kept. What decides what a run does stays: rows, workflow, judge, rewards, batch, group,
-        algorithm, advantage, operators, lengths. Yields what is left out, in words."""
+        """Shrink a configuration before it is prepared: one step of fewer tasks on a tiny model.
+        What decides a rollout and its loss stays: rows, workflow, judge, rewards, group size,
+        algorithm, advantage, operators. Yields the settings that are left out, as text."""
         model, buffer, explorer = config.model, config.buffer, config.explorer
         if self.trinity:
             yield from _without_trinitys(config)
         config.engine, config.mode = "local", "both"
         config.local.device, config.local.dtype = "cpu", "fp32"
         config.inline = config.inline or self.options.inline
-        # The nodes of a cluster would see neither the temporary folder nor the servers.
+        # Nodes of a cluster could reach neither the temporary folder nor the servers.
         use_own(config)
-        # Everything that is written goes below `folder`; what reports elsewhere is left out.
+        # All output goes below `folder`; trackers that report elsewhere are left out.
         config.checkpoint_root_dir, config.continue_from_checkpoint = str(folder / "runs"), True
         config.prepared.account_folder = config.physical_gpus = None
         config.trainer.save_hf_checkpoint = "never"
@@ -355,11 +355,11 @@ class _Scene:
     # -- what it was -----------------------------------------------------------------------
 
     def plan(self, stage: str) -> dict[str, Any]:
-        """What the prepared configuration asks for, by the names that `--json` prints.
+        """The plan of the prepared configuration, by the names that `--json` prints.
 
-        `tasks` of a step, `played` of them. `counts_calls`: the trainer awaits `train_batch_size`
-        calls (Trinity's default sample strategy); else it trains on whole steps. The explorer
-        explores `explorer_rounds` steps before it waits for trainer step `trainer_steps`.
+        `tasks`: of a step; `played`: how many of them. `counts_calls`: the trainer waits for
+        `train_batch_size` calls (Trinity's default sample strategy), not for whole steps. The
+        explorer makes `explorer_rounds` steps, then waits for trainer step `trainer_steps`.
         """
         planned = self.planned
         algorithm, sync, model = planned.algorithm, planned.synchronizer, planned.model
@@ -417,7 +417,7 @@ def _named(role: str, model: Any) -> str:
 
 
 def _without_trinitys(config: AflowConfig) -> Iterator[str]:
-    """Take out what only Trinity's vLLM and verl have; yields what was set."""
+    """Reset what only Trinity's vLLM and verl have; yields the settings that were given."""
     for key, value in _ELSEWHERE.items():
         *parents, name = key.split(".")
         owner: Any = config
@@ -442,10 +442,10 @@ def _without_trinitys(config: AflowConfig) -> Iterator[str]:
 def api_stand_ins(
     models: Mapping[str, ModelSettings], serve: Callable[[str], str]
 ) -> dict[str, ModelSettings]:
-    """The same models at an address of this machine, with their own prices and without keys.
+    """The same models behind servers on this machine, with their own prices and without keys.
 
     Args:
-        serve: starts a server for a model of that name, and returns its address.
+        serve: starts a server for the named model and returns its address.
     """
     found = dict(models)
     for role, model in models.items():
@@ -453,7 +453,7 @@ def api_stand_ins(
             continue
         prices = model.prices
         if prices is None and (price := price_of(model.provider, model.base_url, model.model)):
-            # Listed prices may rise with the length of a prompt: those of a short one are taken.
+            # Listed prices may rise with the length of the prompt: take those of a short one.
             read, written = price.cost(Usage(_SHORT, 0)), price.cost(Usage(0, _SHORT))
             prices = PriceSettings(read * 1_000_000 / _SHORT, written * 1_000_000 / _SHORT)
         found[role] = replace(
@@ -472,8 +472,8 @@ def api_stand_ins(
 
 @dataclass
 class DryRunResult:
-    """A dry run, finished or not. `failure` is None if a step was trained. `plan`: `_Scene.plan`;
-    `metrics` are those that explorer and trainer logged of the step."""
+    """The outcome of a dry run. `failure`: why no step was trained, else None. `plan`: from
+    `_Scene.plan`. `metrics`: what explorer and trainer logged for the step."""
 
     plan: dict[str, Any]
     runs: list[PlayedRun]
@@ -494,16 +494,16 @@ class DryRunResult:
 
     @property
     def good(self) -> bool:
-        """Whether a batch fills and a step was made of it: exit code 0."""
+        """Whether a step was trained and a whole run's batch would fill: exit code 0."""
         return self.trained and bool(self.fill["fills"])
 
 
 def fill_of(plan: Mapping[str, Any], played: float) -> dict[str, Any]:
-    """What becomes of the experiences that the played tasks left for the trainer.
+    """Whether the trainer's batch fills, given the experiences that the played tasks produced.
 
     Returns:
-        `experiences` of a whole step against `wanted` of a train step (None: all are taken),
-        whether the batch `fills`, and that in `words`.
+        `experiences` of a whole step, `wanted` by a train step (None: it takes all), whether the
+        batch `fills`, and the same in `words`.
     """
     whole, wanted = played * plan["tasks"] / plan["played"], plan["train_batch_size"]
     rounds, steps, fills = plan["explorer_rounds"], plan["trainer_steps"], True
@@ -529,11 +529,11 @@ def fill_of(plan: Mapping[str, Any], played: float) -> dict[str, Any]:
 
 
 def as_json(result: DryRunResult) -> dict[str, Any]:
-    """Everything as plain data. Tokens are of the trained calls of a whole step, the longest ones
-    of those that were played.
+    """Everything as plain data. Token sums are of the trained calls, scaled to a whole step; the
+    longest are of the calls that were played.
 
-    groups: `mixed`, `all best`, `all worst` are the run filter's own counts; in a `failed` one no
-    run succeeded; in a `lone` one one did, and was taken out.
+    groups: `mixed`, `all best` and `all worst` are the run filter's own counts. In a `failed` group
+    no rollout succeeded; in a `lone` one only one did, which is not trained on.
     """
     plan, metrics, runs = result.plan, result.metrics, result.runs
     calls = [call for run in runs if run.failure is None for call in run.calls]
@@ -569,7 +569,7 @@ def as_json(result: DryRunResult) -> dict[str, Any]:
             groups[name] = round(metrics[key] * (alive - lone))
     step = {name: [metrics[key] for key in keys if key in metrics] for name, keys in _STEP.items()}
     first = next((run for run in runs if run.failure is not None), None)
-    frames = _PLACE.findall(first.detail) if first else []  # the innermost one says where
+    frames = _PLACE.findall(first.detail) if first else []  # the innermost frame is the place
     place = "{}:{} ({})".format(*frames[-1]) if frames else None
     failure = result.failure
     if failure is None:
@@ -598,7 +598,7 @@ def as_json(result: DryRunResult) -> dict[str, Any]:
 
 
 def render(result: DryRunResult) -> str:
-    """Everything that is known, the verdict last."""
+    """The result as text, the verdict last."""
     facts = as_json(result)
     plan, held, first, rewards = (facts[k] for k in ("plan", "tokens", "first_failure", "rewards"))
 

@@ -1,8 +1,8 @@
-"""What the scripted policy says, where each text comes from, and the adapter that has it said.
+"""The answers of the scripted policy, their sources, and the adapter that sends them.
 
-In each group even runs are meant to be good, odd ones bad. A good run says the `good` of the
-answers file, else what the row itself gives as its answer (`truth`, in calls of free form), else
-plain `words`; a bad one the file's `bad`, else words. docs/dry_run.md has the file's format.
+In each group even rollouts are meant to be good, odd ones bad. A good one answers with `good` of
+the answers file, else with the row's own answer (`truth`, unless a call demands JSON or a tool
+call), else with plain `words`; a bad one with `bad`, else words. Format: docs/dry_run.md.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from aflow_tune.scoring.benchmarks import find
 
 GOOD, BAD, TRUTH, WORDS = "good", "bad", "truth", "words"
 TRUTH_FIELDS = ("answer", "solution", "target", "label")
-"""Fields of a row that hold its answer where neither a benchmark nor the configuration says so."""
+"""Fields tried for a row's answer if neither a benchmark nor the configuration names it."""
 ANY = "*"
-"""The item of the answers for every row without its own."""
+"""The item whose answers are for every row without its own."""
 ADAPTER = f"{__name__}.ScriptedAdapter"
 _PLAYED_FILE = "played.jsonl"
 SCRIPT_KEY = "script"
-"""Key of `workflow_args`: the `Script`."""
+"""Key of the `Script` in `workflow_args`."""
 _SHOWN = 20
 _FORM = 'write {"item": 0, "good": "the right answer", "bad": "a wrong one"}'
 
 _Texts = str | Annotated[list[str], Field(min_length=1)]
 Saying = _Texts | Annotated[dict[str, _Texts], Field(min_length=1)]
-"""One text for every call; a text for each call in turn, the last one staying; or either of them by
+"""One text for every call; a list, call by call, whose last text repeats; or either of them by
 caller."""
 
 
@@ -50,9 +50,9 @@ caller."""
 class Script:
     """The scripted policy of a dry run. Travels to the workers by value.
 
-    answers: by item; what a good and a bad policy says, under `good` and `bad`. Of those for every
-    other row `{field}` becomes the row's own. benchmark: of rows that do not say it; its gold
-    answer is the truth. file: the answers file, where there is one.
+    answers: by item, the texts under `good` and `bad`. In those of item `*` a `{field}` is replaced
+    by the row's. benchmark: of rows that do not name one; its gold answer is the truth. file: the
+    path of the answers file, or ''.
     """
 
     answers: Mapping[int | str, Mapping[str, Saying]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Script:
     file: str = ""
 
     def part(self, row: Mapping[str, Any], number: int, run: int) -> Part:
-        """What run `run` of the group of a row says."""
+        """The answers of rollout `run` in the group of a row, which has this number in the data."""
         kind = GOOD if run % 2 == 0 else BAD
         saying = self._answers(row, number).get(kind)
         if saying is not None:
@@ -70,14 +70,14 @@ class Script:
         return Part(TRUTH, *truth) if truth else Part(WORDS, None, "plain words")
 
     def truth(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
-        """The row's own answer as a text, and where it is from; None where it is not known."""
+        """The row's own answer as text, and its source; None if it has none."""
         name = row.get("benchmark") or self.benchmark
         if isinstance(name, str):
             try:
                 return find(name).gold(row), f"the gold answer by benchmark {name}"
             except Exception:
-                # No such benchmark, or a row that is none of its: each benchmark raises its own
-                # errors at a foreign row, and the fields below are left.
+                # No such benchmark, or a row of another one, at which each benchmark raises errors
+                # of its own: try the fields below.
                 pass
         for key in self.truth_fields:
             value = row.get(key)
@@ -98,8 +98,8 @@ class Script:
 
 
 class Part:
-    """What one run says, call by call. `kind` is one of GOOD, BAD, TRUTH, WORDS; `source` says in
-    words where it is from."""
+    """The answers of one rollout, call by call. `kind` is one of GOOD, BAD, TRUTH, WORDS; `source`
+    describes where they come from."""
 
     def __init__(self, kind: str, saying: Saying | None, source: str) -> None:
         self.kind, self.source = kind, source
@@ -107,7 +107,7 @@ class Part:
         self._calls: Counter[str] = Counter()
 
     def next(self, caller: str) -> str | None:
-        """The answer to the next call of `caller`; None where none is given: plain words."""
+        """The answer to the next call of `caller`; None: answer with plain words."""
         saying, counted = self._saying, ""
         if isinstance(saying, dict):
             saying, counted = saying.get(caller), caller
@@ -117,7 +117,7 @@ class Part:
 
 
 def _filled(saying: Any, row: Mapping[str, Any]) -> Any:
-    """A saying with every `{name}` of a field replaced; other braces stay."""
+    """The texts with `{name}` of each field of the row replaced; other braces stay."""
     if isinstance(saying, dict):
         return {caller: _filled(inner, row) for caller, inner in saying.items()}
     if isinstance(saying, list):
@@ -136,13 +136,13 @@ class _Line(BaseModel):
 
 
 def read_answers(path: Path, *, numbered: bool = True) -> dict[int | str, dict[str, Saying]]:
-    """What a good and a bad policy says, by item.
+    """Read an answers file: the texts under `good` and `bad`, by item.
 
     Args:
-        numbered: whether a number names one row only: not with several task sets.
+        numbered: whether row numbers are allowed; with several task sets they are ambiguous.
 
     Raises:
-        BadInput: with every faulty line.
+        BadInput: with the first 20 faults.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -187,10 +187,10 @@ def read_answers(path: Path, *, numbered: bool = True) -> dict[int | str, dict[s
 
 @dataclass(frozen=True)
 class PlayedRun:
-    """One run of the workflow: of `task` of the step with row `item`, number `run` of its group.
-    `kind` and `source`: what was said, and where it is from. `reward` is None where the run failed;
-    `failure` then says how and `detail` why. `calls` that are trained: tokens of `prompt` and
-    `response`, and whether it was `truncated`."""
+    """One rollout: number `run` of the group of `task` in the step, for row `item` of the data.
+    `kind` and `source`: of its answers, as in `Part`. `reward` is None if it failed; `failure` is
+    then the kind of failure and `detail` the reason. `calls`: those that are trained, with
+    tokens of `prompt` and `response`, and `truncated` (0 or 1)."""
 
     task: int
     item: int
@@ -204,22 +204,22 @@ class PlayedRun:
 
 
 def read_runs(folder: Path) -> list[PlayedRun]:
-    """All whole lines, by task and run. A run that was tried again counts once, as it ended."""
+    """The rollouts of a dry run, by task and run; of a retried one the last outcome."""
     path = folder / _PLAYED_FILE
     found: dict[tuple[int, int], PlayedRun] = {}
     for line in path.read_bytes().split(b"\n") if path.exists() else []:
         try:
             entry = json.loads(line)
         except ValueError:
-            continue  # the empty end, or what a killed worker left torn
+            continue  # the empty end, or a line cut off when a worker was killed
         run = PlayedRun(**entry)
         found[run.task, run.run] = run
     return [found[key] for key in sorted(found)]
 
 
 class ScriptedAdapter(WorkflowAdapter):
-    """The real adapter, which tells the `ScriptedSampler` what to say, in a field of each request
-    that is neither recorded nor trained. How the run ended is appended to a file."""
+    """The real adapter, plus a field in each request that tells the `ScriptedSampler` its answer
+    and is neither recorded nor trained on. Appends each rollout's outcome to a file."""
 
     def __init__(self, **named: Any) -> None:
         super().__init__(**named)
@@ -228,7 +228,7 @@ class ScriptedAdapter(WorkflowAdapter):
         self._part = script.part(dict(self.task.raw_task or {}), self._item, self.run_index)
 
     async def run_async(self) -> list[Experience]:
-        """One run, as `WorkflowAdapter.run_async`; its outcome is kept."""
+        """`WorkflowAdapter.run_async`; then appends the outcome to the file of `read_runs`."""
         experiences = await super().run_async()
         last = experiences[-1]
         info = last.info or {}
@@ -266,8 +266,8 @@ class ScriptedAdapter(WorkflowAdapter):
 
 
 def demands_a_form(request: Mapping[str, Any]) -> bool:
-    """Whether the answer to a request has to be JSON or a tool call: a row's answer is not said
-    then, as no server would let a model say it there."""
+    """Whether the answer to a request has to be JSON or a tool call. A row's answer is not used
+    then, as no server would let a model answer with it."""
     form = request.get("response_format")
     kind = form.get("type", "text") if isinstance(form, Mapping) else "text"
     return kind != "text" or request.get("tool_choice") not in (None, "auto", "none")

@@ -1,3 +1,3 @@
-"""What a run will need, worked out before it runs: memory by role, tokens, time and money."""
+"""`aflow-tune estimate`: memory by role, tokens, time and money of a run, before it starts."""
 
 import aflow_tune.config  # noqa: F401  (the stand-in for a missing vLLM, before Trinity)

@@ -1,8 +1,8 @@
-"""`aflow-tune estimate`: from a configuration to what its steps will need. Starts nothing.
+"""`aflow-tune estimate`: from a configuration to what its training steps will need.
 
 Every stage of a chain is estimated as a run of its own. Settings are prepared as for a run, without
 asking a cluster. What does not fit is estimated again with a few other settings, one at a time.
-`--measure` runs two steps in a folder that is removed: their metrics say what is not known before.
+Nothing is trained, except with `--measure`: two steps in a temporary folder, for their metrics.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from aflow_tune.estimate.rehearsal import rehearse
 from aflow_tune.estimate.shapes import NamedModel, named_model
 
 MEASURED_STEPS = 2
-"""The first step also warms up; of a metric the mean of both counts."""
+"""The mean of their metrics is used, though the first step includes warm-up."""
 _CGROUP = Path("/sys/fs/cgroup")
 _LORA = "[{lora_rank: 16, lora_alpha: 32}]"
 
@@ -48,11 +48,10 @@ _LORA = "[{lora_rank: 16, lora_alpha: 32}]"
 def estimate(
     path: str | Path, overrides: Sequence[str] = (), options: EstimateOptions | None = None
 ) -> list[Estimate]:
-    """An estimate of the run, or of each stage.
+    """An estimate of the run, or of each stage of a chain.
 
     Raises:
-        BadInput: the configuration cannot train, or something of it cannot be estimated; every
-            fault is listed.
+        BadInput: the configuration cannot train, or a part of it cannot be estimated.
         RunFailed: the short run of `measure` failed.
     """
     options = options or EstimateOptions()
@@ -70,7 +69,7 @@ def estimate(
 def _estimate(
     whole: AflowConfig, number: int, options: EstimateOptions, measured: Earlier | None
 ) -> Estimate:
-    """Of one run, or of one stage of a chain."""
+    """Estimate stage `number` of a configuration; a single run is stage 0."""
     (name, config), notes = parts_of(whole)[0][number], []
     workflow, judge = functions_of(whole)
     where = config.positions.where
@@ -83,7 +82,7 @@ def _estimate(
             "model.tinker.enable=false estimates the same on GPUs of your own",
         )
     if config.engine == "trinity":
-        # Whether it can run on this machine is the doctor's question.
+        # Whether it can run on this machine is for `doctor` to say.
         config.prepared.engine = ("trinity", "as configured")
         if cluster := gpus_of(config, options.gpus):
             total, each = cluster
@@ -125,7 +124,7 @@ def _needs(
     lengths: Lengths,
     options: EstimateOptions,
 ) -> tuple[list[Need], int]:
-    """The memory, and the GPUs that are paid for."""
+    """Memory by role, and the number of GPUs that the step occupies."""
     limit = options.gpu_memory
     planned = "cuda" if limit and config.local.device in ("auto", "cuda") else None
     if limit is None and torch.cuda.is_available():
@@ -138,8 +137,8 @@ def _needs(
 
 
 def memory_here(cgroup: Path = _CGROUP) -> float:
-    """Bytes of memory that a new process can have here: free, and allowed by the cgroup (v2), where
-    pages of files that are not in use count as used but are given up when asked for."""
+    """Bytes of memory that a new process can have here: free, and within the limit of the cgroup
+    (v2). The cgroup's use is counted without inactive file pages, which the kernel reclaims."""
     free = float(psutil.virtual_memory().available)
     try:
         limit = (cgroup / "memory.max").read_text().strip()
@@ -158,7 +157,7 @@ def _changes(
     options: EstimateOptions,
     now: Sequence[Need],
 ) -> Iterator[Change]:
-    """Single settings that make it fit."""
+    """Single settings each of which makes everything fit."""
     from trinity.common.config import LoRAConfig
 
     fullest = max(now, key=lambda need: need.size / need.limit if need.limit else 0.0)
@@ -190,7 +189,7 @@ def _changes(
 def _measured(
     path: str | Path, overrides: Sequence[str], parts: Sequence[tuple[str, AflowConfig]]
 ) -> Earlier:
-    """What two steps of the run say; local engine only."""
+    """Run two steps and read their metrics. BadInput: not one run of `mode: both`, engine local."""
     engine, mode = choose_engine(parts[0][1])[0], parts[0][1].mode
     if engine != "local" or len(parts) > 1 or mode != "both":
         raise BadInput.of(
@@ -203,7 +202,7 @@ def _measured(
     with tempfile.TemporaryDirectory(prefix="aflow-measure-") as folder:
         short = [
             f"checkpoint_root_dir={folder}",
-            "cluster.ray_address=local",  # the memory of another Ray is not in our process tree
+            "cluster.ray_address=local",  # on this machine, whatever Ray is configured
             f"buffer.total_steps={MEASURED_STEPS}",
             "trainer.total_steps=null",
             "buffer.explorer_input.eval_tasksets=[]",

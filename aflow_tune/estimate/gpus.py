@@ -1,15 +1,15 @@
-"""`engine: trinity`: verl's trainer and vLLM's engines, for each GPU.
+"""Memory of `engine: trinity`: verl's trainer and vLLM's engines, for each GPU.
 
 The trainer is verl 0.8.0's FSDP engine as Trinity 0.6.0 configures it (trinity/trainer/verl/
 config.py, workers.py): parameters in fp32 on all trainer GPUs (ZeRO, arXiv:1910.02054), computed in
 bf16, with gradient checkpointing; adapters in bf16 under fsdp2. `param_offload` and
 `optimizer_offload` save nothing at the peak of a train step.
 
-vLLM takes `gpu_memory_utilization` of every GPU; what weights, the largest forward pass and its own
-overhead leave becomes blocks of keys and values (gpu_worker.py `determine_available_memory`;
+vLLM takes `gpu_memory_utilization` of every GPU; what remains after weights, the largest forward
+pass and its own overhead becomes the KV cache (gpu_worker.py `determine_available_memory`;
 arXiv:2309.06180). By default a block has 16 tokens, a forward pass 2,048 tokens and 128 sequences.
 
-GPUs are shared out as Trinity does (`_set_gpu_allocation_info`): each engine gets tensor x pipeline
+GPUs are allocated as Trinity does (`_set_gpu_allocation_info`): each engine gets tensor x pipeline
 x data parallel GPUs, the trainer all that is left.
 """
 
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 CUDA_CONTEXT = 1.0 * GIB
 """Allowance: CUDA's and NCCL's own memory in one process."""
 PROCESS = 4.0 * GIB
-"""Allowance: machine's memory of one process with CUDA, PyTorch and verl or vLLM loaded."""
+"""Allowance: host memory of one process with CUDA, PyTorch and verl or vLLM loaded."""
 VLLM_OVERHEAD = 1.5 * GIB
 """Allowance: CUDA, NCCL, captured graphs and the sampler's buffers of one GPU."""
 USABLE = 0.9
-"""Share of a GPU that an allocator that fragments can use (`GPUMemoryValidator`: 0.8 to 0.9)."""
+"""Share of a GPU that is usable despite fragmentation (`GPUMemoryValidator`: 0.8 to 0.9)."""
 _BF16, _FP32 = 2, 4
 _DTYPES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "fp32": 4, "float32": 4}
 _QUANTISED = {"fp8": 1.0, "bitsandbytes": 0.5 + 4 / 64}
-"""Bytes of a linear layer's weight: one; 4-bit NF4 with an fp32 scale of every 64
+"""Bytes of a linear layer's weight. bitsandbytes: 4-bit NF4 with an fp32 scale for every 64 weights
 (arXiv:2305.14314)."""
 
 
 def gpus_of(config: AflowConfig, gpus: int | None) -> tuple[int, int] | None:
-    """The GPUs that the run would have, in all and on a node: as said, else as configured."""
+    """GPUs of the run (in all, on a node): `gpus` if given, else as configured, else None."""
     cluster = config.cluster
     if gpus is not None:
         return gpus, min(gpus, cluster.gpu_per_node or gpus)
@@ -63,15 +63,15 @@ def gpu_needs(
     limit: float | None,
     host: float | None,
 ) -> tuple[list[Need], int]:
-    """The needs of trainer and engines, and the GPUs that are paid for.
+    """The needs of trainer and engines, and the number of GPUs of the run.
 
     Args:
         models: the policy and the auxiliary models.
-        gpus: as `gpus_of` has it; None: one for the trainer beside those of the engines.
+        gpus: from `gpus_of`; None: one for the trainer beside those of the engines.
         limit, host: bytes of a GPU, and of a machine's memory; None if not known.
 
     Raises:
-        BadInput: a strategy, a quantisation or an engine type that is not counted.
+        BadInput: no formula for a strategy, quantisation or engine; or no GPU for the trainer.
     """
     engines = _engines(config, models, limit)
     taken = sum(need.count for need in engines)
@@ -98,7 +98,7 @@ def gpu_needs(
 def _trainer(
     config: AflowConfig, shape: ModelShape, lengths: Lengths, gpus: int, per_node: int
 ) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """What one of its `gpus` holds, which share one set of shards, and a node's memory."""
+    """Parts on one of its `gpus`, over which the states are sharded, and in a node's memory."""
     where, trainer = config.positions.where, config.trainer
     lora, strategy = lora_of(config), trainer.trainer_strategy
     checks = (
@@ -131,7 +131,7 @@ def _trainer(
         for name, size in states.items()
         if not offload
     ]
-    # Layers gathered in bf16: the one at work and the next, and the root's embedding and head.
+    # Layers gathered in bf16: the current one, the next one, and the root's embedding and head.
     # Their gradients exist once in bf16 and once in fp32, in which they are reduced
     # (MixedPrecisionPolicy: param_dtype bf16, reduce_dtype fp32), unless they are frozen.
     root = shape.parameters - shape.layer_parameters
@@ -141,8 +141,8 @@ def _trainer(
     activations = shape.layers * kept
     if model.get("enable_gradient_checkpointing", True):
         activations = _BF16 * shape.hidden * shape.layers + kept
-    # Logits in bf16 with what cross entropy makes of them, or the buffers of the backward
-    # pass: 10 N V, and 4 V H + 80 N H (Trinity's `GPUMemoryValidator`, bf16).
+    # The larger of logits in bf16 with the intermediates of cross entropy (10 N V) and the
+    # buffers of the backward pass (4 V H + 80 N H) (Trinity's `GPUMemoryValidator`, bf16).
     logits = 10 * tokens * shape.vocabulary
     backward = 4 * shape.vocabulary * shape.hidden + 80 * tokens * shape.hidden
     on_gpu += [
@@ -161,7 +161,7 @@ def _trainer(
     ]
     if offload:
         on_host.append(Part("offloaded states", sum(states.values()) * processes / gpus))
-    if algorithm.use_reference and lora is None:  # by the algorithm alone: trainer.py of Trinity
+    if algorithm.use_reference and lora is None:  # the algorithm alone decides (trainer.py)
         on_host.append(Part("reference policy", weights * processes / gpus))
     return tuple(on_gpu), tuple(on_host)
 
@@ -169,7 +169,7 @@ def _trainer(
 def _tokens_at_once(config: AflowConfig, lengths: Lengths) -> int:
     """Tokens that one GPU of the trainer computes at once, padding included.
 
-    Without `use_remove_padding` verl fills a micro-batch by the tokens that count (verl/utils/
+    Without `use_remove_padding` verl fills a micro-batch by tokens without padding (verl/utils/
     seqlen_balancing.py), and Trinity pads each of its rows to the longest (trinity/trainer/verl/
     monkey_patch.py `prepare_model_inputs`).
     """
@@ -196,7 +196,7 @@ def _verl_settings(settings: Any, *path: str) -> Mapping[str, Any]:
 
 
 def _engines(config: AflowConfig, models: Sequence[NamedModel], limit: float | None) -> list[Need]:
-    """The needs of the rollout engines, and of those of each auxiliary model."""
+    """The needs of the rollout engines and of each auxiliary model's engines."""
     explorer, where = config.explorer, config.positions.where
     if config.mode not in ("both", "explore", "bench", "serve", "colocate"):
         return []
@@ -229,11 +229,11 @@ def _engines(config: AflowConfig, models: Sequence[NamedModel], limit: float | N
 def engine_need(
     role: str, shape: ModelShape, model: Any, lora: Lora | None, longest: int, limit: float | None
 ) -> Need:
-    """The need of one GPU of an engine of vLLM, whose share is filled with keys and values.
-    Without `limit` the cache is the least that works: one sequence of `longest` tokens.
+    """The need of one GPU of a vLLM engine, whose share of memory is filled with the KV cache.
+    Without `limit` the cache is the smallest that works: one sequence of `longest` tokens.
 
     Args:
-        model: Trinity's settings of it.
+        model: Trinity's settings of the engine.
     """
     extra = dict(model.extra_engine_args or {})
     split, itemsize = model.tensor_parallel_size, _DTYPES.get(str(model.dtype), 2)
@@ -269,7 +269,7 @@ def engine_need(
     if limit is None:
         kv = Part("keys and values", sequence, "one sequence of full length")
         return Need(role, "GPU", (*fixed, kv), gpus)
-    # vLLM fills its share exactly; graphs and other processes live in the rest.
+    # vLLM fills its share exactly; CUDA graphs and other processes use the rest.
     share = float(model.gpu_memory_utilization)
     free = max(0.0, share * limit - sum(part.size for part in fixed))
     blocks = math.floor(free / (block_size * token))

@@ -1,9 +1,9 @@
-"""The local engines: sampler and trainer of `engines/local`, in one process or behind Ray.
+"""Memory of `engine: local`: sampler and trainer of `engines/local`, in one process or behind Ray.
 
-The phases of a step are added up: the allocator keeps what one thread freed for that thread (glibc:
-mallopt(3)), so sampler and trainer each hold on to their largest moment. Freed memory goes back
-after each train step (malloc_trim), so the export counts only beyond what a step takes. The
-allowances are as `benchmarks/estimate_memory.py` measured them.
+The phases of a step add up: the allocator keeps what a thread freed for that thread (glibc:
+mallopt(3)), so sampler and trainer each keep their peak. Freed memory is returned after each train
+step (malloc_trim), so the export counts only what it takes beyond a step. The allowances were
+measured with `benchmarks/estimate_memory.py`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 _FP32 = 4
 _MB = 1e6
 PROCESS = 640 * _MB
-"""Allowance: Python with PyTorch, transformers, PEFT, Trinity and Ray imported and at work."""
+"""Allowance: Python with PyTorch, transformers, PEFT, Trinity and Ray imported and in use."""
 RUN = 5 * _MB
-"""Allowance: one rollout under way: its thread, event loop, client and answers."""
+"""Allowance: one rollout in progress: its thread, event loop, client and answers."""
 VOCABULARY_ENTRY = 900.0
-"""Allowance: bytes of a tokenizer for each entry of its vocabulary."""
+"""Allowance: bytes of a tokenizer per entry of its vocabulary."""
 RAY = 2550 * _MB
-"""Allowance: Ray's own processes and the workers of Trinity's split, without weights."""
+"""Allowance: Ray's own processes and the explorer's and trainer's workers, without weights."""
 WASTE = 1.15
-"""Allowance: what the allocator takes on a CPU for each byte of a step's tensors."""
+"""Allowance: bytes that the allocator takes on a CPU for each byte of a step's tensors."""
 CUDA_CONTEXT = 600 * _MB
 """Allowance: CUDA's own memory in one process."""
 
@@ -59,11 +59,11 @@ def local_needs(
     gpu: float | None,
 ) -> tuple[list[Need], int]:
     """The need of the machine's memory (the whole process tree) and of the GPU if there is one, and
-    the GPUs that are paid for.
+    the number of GPUs.
 
     Args:
         models: the policy and the auxiliary models of a prepared configuration.
-        device: 'cuda' for a machine with a GPU that is not this one; None: this machine.
+        device: 'cuda' to plan for another machine with a GPU; None: this machine.
         memory, gpu: bytes of this machine's memory and of the GPU; None if not known.
     """
     from aflow_tune.engines.trinity.training.algorithm import TrainStep
@@ -78,8 +78,8 @@ def local_needs(
     held: list[Part] = []
 
     def weights(name: str, model: NamedModel, written: bool) -> None:
-        # On a CPU a file in the run's own number format is mapped: its pages count once for all
-        # that read it, and what is trained in place becomes a copy of its own.
+        # On a CPU a file in the run's dtype is memory-mapped: its pages count once for all readers,
+        # and weights that are trained in place become a copy of their own.
         shared = on_cpu and itemsize == model.stored_itemsize and not written
         if not (shared and model.name in mapped):
             held.append(Part(f"{name} weights", float(model.shape.parameters * itemsize)))
@@ -118,7 +118,7 @@ def local_needs(
             beyond = _export(policy, itemsize, lora) - sum(part.size for part in at_once)
             held.append(Part("export", max(0.0, beyond), "at the end, beyond what a step takes"))
     held = [part for part in held if part.size]
-    # Only training on rollouts is split over Ray's processes.
+    # Only training on rollouts runs on Ray.
     inline = config.inline or config.mode != "both"
     vocabulary = max(model.shape.vocabulary for model in models)
     process = [
@@ -138,7 +138,7 @@ def local_needs(
 
 
 def _evaluated(config: AflowConfig) -> int:
-    """Runs of the largest held-out task set; as many as fit at once where its size is unknown."""
+    """Rollouts of the largest held-out task set; `max_batch` where its size is unknown."""
     most = 0
     for taskset in config.buffer.explorer_input.eval_tasksets:
         table = read_taskset(config, taskset)
@@ -157,14 +157,14 @@ def _sampler(
     *,
     updated: bool,
 ) -> Iterator[Part]:
-    """What one sampler holds beside its weights. `work`: sequences at once; tokens of the longest;
-    of all different ones between two updates; of all prompts that are prefilled at once."""
+    """What one sampler holds beside its weights. `work`: sequences at once, tokens of the longest
+    one, of all distinct ones between two updates, and of all prompts prefilled at once."""
     rows, length, total, prefilled = work
     shape, waste = model.shape, WASTE if on_cpu else 1.0
     token = shape.kv_elements_per_token * itemsize
     packed = packed_bytes(model, lora, itemsize, on_cpu, updated=updated)
     yield Part(f"{name} packed weights", packed, "old and new at an update")
-    # The cache grows by half in steps of 64 columns, the old one beside the new one.
+    # While the cache grows, the old one exists beside the new one.
     cache = 2.0 * rows * length * token
     yield Part(f"{name} keys and values", cache, f"{rows} sequences, old and new as they grow")
     if shape.lean:
@@ -172,7 +172,7 @@ def _sampler(
         kept = min(total, llama._STORED_TOKENS)
         yield Part(f"{name} stored prefixes", kept * token * waste, f"{kept} tokens")
     # A token of a prefill holds two rows of the residual stream, the joined query, key and value,
-    # and two rows of the MLP; `sampling.draw` logits, probabilities and their sums in fp32.
+    # and two rows of the MLP; `sampling.draw` holds logits, probabilities and their sums in fp32.
     width = 2 * (shape.hidden + shape.mlp) + (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     forward = prefilled * width * itemsize + rows * shape.vocabulary * (itemsize + 3 * _FP32)
     yield Part(f"{name} forward pass", forward * waste)
@@ -181,8 +181,8 @@ def _sampler(
 def packed_bytes(
     model: NamedModel, lora: Lora | None, itemsize: int, on_cpu: bool, *, updated: bool
 ) -> float:
-    """The lean decoder's own copies of the weights, twice in an update (`llama._pack`): of every
-    linear layer and the head; on a GPU joined queries, keys and values, and merged adapters."""
+    """Bytes of the lean decoder's own copies of weights (`llama._pack`). On a CPU: of the head, and
+    of every linear layer, twice during an update. On a GPU: of joined q, k, v; merged adapters."""
     shape, joined = model.shape, ("q_proj", "k_proj", "v_proj")
     if not shape.lean:
         return 0.0
@@ -198,9 +198,9 @@ def packed_bytes(
 
 
 def trained_states(shape: ModelShape, itemsize: int, lora: Lora | None) -> list[Part]:
-    """What `trainer.LocalTrainer` keeps for an update, and what a sync copies: adapters in fp32,
-    gradient and two moments, the sampler's last state and the next; full weights in bf16 with fp32
-    masters, and gradients in bf16 for one micro-batch and in fp32."""
+    """What `trainer.LocalTrainer` keeps for an update, and what a sync copies. LoRA: adapters in
+    fp32, gradient and two moments, the sampler's current state and the next. Full weights in bf16:
+    fp32 masters, two moments, and gradients in bf16 for one micro-batch and in fp32."""
     if lora is not None:
         size = lora.parameters(shape) * _FP32
         return [
@@ -227,16 +227,16 @@ def _step(
 ) -> Iterator[Part]:
     """Activations, buffers of the backward pass, and logits of the largest micro-batch.
 
-    The micro-batch, as `packing.micro_batches` fills it: runs of a task share the prompt of their
-    first call, later calls have prompts of their own, unless a rehearsal showed what is shared. A
-    run stays in one micro-batch; a whole task does where the loss needs its group. A row of
-    `mode: train` is a sample, or a pair.
+    The micro-batch is filled as `packing.micro_batches` does: rollouts of a task share the prompt
+    of their first call, later calls have prompts of their own, unless a rehearsal showed what is
+    shared. A rollout stays in one micro-batch, as does a whole task if the loss needs its group. A
+    row of `mode: train` is a sample or a pair.
 
-    Attention repeats shared prompts, so its keys count by rows; every layer makes its mask anew, a
-    byte for each pair. Working buffers: the gradients of the MLP's product, gate and up projections
-    and of the activation between them, two rows of the residual stream; of an attention block
-    scores, probabilities and their gradient. Logits: a chunk's and its probabilities, the hidden
-    rows, their mean under W and their gradient; a trained head adds its gradient in fp32.
+    Attention repeats shared prompts, so its keys count by rows; each layer builds its mask, one
+    byte per pair. Working buffers: the gradients of the MLP's product, gate and up projections and
+    of the activation between them, two rows of the residual stream; in attention the scores, the
+    probabilities and their gradient. Logits: those of a chunk, their probabilities (and entropy),
+    the hidden rows, their mean under W and their gradient; a trained head's gradient in fp32.
     """
     tasks, repeats = config.buffer.batch_size, config.algorithm.repeat_times
     calls, prompt, most = lengths.calls.ceiling(), lengths.prompt.ceiling(), limits_of(config)[2]
@@ -272,8 +272,8 @@ def _step(
 
 
 def _export(model: NamedModel, itemsize: int, lora: Lora | None) -> float:
-    """What `export.write_merged` adds: the model once more in its file's number format, of which
-    what it writes into becomes a copy. Pages that the run has mapped itself are counted there."""
+    """What `export.write_merged` adds: the model once more in its file's dtype, plus a copy of the
+    weights that it overwrites. Pages that the run has mapped already do not count again."""
     shape, stored = model.shape, model.stored_itemsize
     written = shape.linear_parameters if lora else shape.parameters
     mapped = 0 if itemsize == stored and lora else shape.parameters

@@ -1,4 +1,4 @@
-"""What an estimate found: needs by part, quantities and changes, as text and as plain data."""
+"""The result of an estimate: memory by part, quantities, changes; as text and as plain data."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from aflow_tune.estimate.quantities import Known, Number
 
 GIB = 2**30
-"""Bytes. GPU memory is counted in GiB by every vendor's tool, whatever it calls them."""
+"""In bytes; also the unit that vendors' tools count GPU memory in."""
 _VERDICT = {True: "fits", False: "does not fit", None: "not known whether it fits"}
 
 
 @dataclass(frozen=True)
 class Part:
-    """One item of a memory bill, in bytes. `allowance`: set from measurements, no formula."""
+    """One item of a need, in bytes. `allowance`: a measured constant instead of a formula."""
 
     name: str
     size: float
@@ -26,11 +26,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Need:
-    """What one role takes on each of `count` equal places.
+    """The memory that one role takes on each of `count` equal places.
 
-    `place` is 'GPU' or 'memory' (of the machine). `limit` is what the place offers, in bytes;
-    None if that is not known. `share` of it may be used. `refusal` says why a role cannot work
-    even where the sum fits.
+    `place` is 'GPU' or 'memory' (of the machine). `limit`: bytes of the place, None if unknown, of
+    which the fraction `share` may be used. `refusal`: why the role cannot work even if the sum
+    fits.
     """
 
     role: str
@@ -56,7 +56,7 @@ class Need:
 @dataclass(frozen=True)
 class Change:
     """One setting that makes everything fit. `size`: bytes that the fullest place then holds,
-    `saved` fewer than before. `cost`: what is lost by it, in words."""
+    `saved` fewer than before. `cost`: its drawback, as text."""
 
     settings: dict[str, Any]
     saved: float
@@ -67,7 +67,7 @@ class Change:
 @dataclass
 class Estimate:
     """One run, or one stage of a chain. `quantities`: tokens, seconds and US dollars of a step, by
-    name. `changes`: alternatives, any one of them is enough."""
+    name. `changes`: alternatives, each of which is enough to make it fit."""
 
     name: str
     engine: str
@@ -83,8 +83,8 @@ class Estimate:
 
 
 def fits(needs: Sequence[Need]) -> bool | None:
-    """False if anything does not fit; None if that cannot be told of something. The memory of
-    machines that nobody described is not asked for where GPUs decide."""
+    """False if a need does not fit, else None if one is unknown, else True. Where there are GPUs,
+    machine memory of unknown size is ignored."""
     on_gpus = any(need.place == "GPU" for need in needs)
     asked = [n for n in needs if not on_gpus or n.place == "GPU" or n.limit is not None]
     found = [need.fits for need in asked]
@@ -92,7 +92,7 @@ def fits(needs: Sequence[Need]) -> bool | None:
 
 
 def overall(estimates: Sequence[Estimate]) -> bool | None:
-    """Whether all stages fit; None if that is not known of one."""
+    """False if a stage does not fit, else None if one is unknown, else True."""
     found = [one.fits for one in estimates]
     return False if False in found else None if None in found else True
 
@@ -116,7 +116,7 @@ def as_json(estimates: Sequence[Estimate]) -> dict[str, Any]:
 
 
 def render(estimates: Sequence[Estimate]) -> str:
-    """All stages as text, with the verdict last."""
+    """All stages as text, the verdict last."""
     found = overall(estimates)
     hint = "; give --gpu-memory (such as 24GB)" if found is None else ""
     verdict = f"verdict: {_VERDICT[found]}{hint}"
@@ -153,7 +153,7 @@ def _render(one: Estimate) -> str:
 
 
 def setting(key: str, value: object) -> str:
-    """As it is typed behind a command, before the shell's quotes."""
+    """A setting as typed after a command, before shell quoting."""
     return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 

@@ -1,8 +1,8 @@
 """One training step as numbers: calls, tokens, seconds, US dollars, and how well each is known.
 
-Of lengths and calls the best that is known counts: what the user said, what an earlier run in the
-same folder measured, what a rehearsal showed, the limits of the configuration (upper bounds). A
-product is known as well as its worst factor. A speed is never assumed.
+Lengths and calls come from the first of these: the command line, an earlier run in the same
+folder, a rehearsal, the limits of the configuration (upper bounds). A product is known as well as
+its worst factor. A speed is never assumed.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class Known(StrEnum):
 
 @dataclass(frozen=True)
 class Number:
-    """A quantity. `value` is None only if unknown; `how` says where it is from, or how to make it
-    known."""
+    """A quantity. `value` is None only if unknown. `how`: where it comes from, or how to find it
+    out."""
 
     value: float | None
     known: Known
     how: str = ""
 
     def ceiling(self) -> int:
-        """As a count of at least one, rounded up; one where it is unknown."""
+        """Rounded up to a count of at least one; one if unknown."""
         return 1 if self.value is None else max(1, math.ceil(self.value))
 
 
 def computed(how: str, function: Callable[..., float], *numbers: Number) -> Number:
-    """`function` of the values; unknown if one of them is."""
+    """`function` of the values, known as well as the worst of them; unknown if one of them is."""
     for number in numbers:
         if number.value is None:
             return number
@@ -60,7 +60,7 @@ def computed(how: str, function: Callable[..., float], *numbers: Number) -> Numb
 
 @dataclass(frozen=True)
 class EstimateOptions:
-    """What the command line adds to the configuration. Memory in bytes; None: nothing is said."""
+    """What the command line adds to the configuration. Memory in bytes; None: not given."""
 
     prompt_tokens: int | None = None
     response_tokens: int | None = None
@@ -77,7 +77,7 @@ class EstimateOptions:
 
 @dataclass
 class Earlier:
-    """What the metrics of an earlier run say; empty where there is none."""
+    """The metrics of an earlier run; empty if there is none."""
 
     lines: list[MetricsLine] = field(default_factory=list)
     place: str = ""
@@ -97,8 +97,8 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Calls of a run, mean tokens of a call's prompt and response, and the longest of each.
-    `unshared`: tokens of a run's prompts that no other run has, where that was seen."""
+    """Calls of a rollout, mean tokens of a call's prompt and response, and the longest of each.
+    `unshared`: a rollout's prompt tokens that no other shares; None without a rehearsal."""
 
     calls: Number
     prompt: Number
@@ -109,7 +109,7 @@ class Lengths:
 
 
 def limits_of(config: AflowConfig) -> tuple[int, int, int]:
-    """Tokens of a prompt, of a response and of both together that a call may have at most."""
+    """Most tokens of a call: of its prompt, of its response, and of both together."""
     model = config.model
     together = model.max_model_len or (
         (model.max_prompt_tokens or 0) + (model.max_response_tokens or 0)
@@ -167,7 +167,7 @@ def step_quantities(
     earlier: Earlier,
     gpus: int,
 ) -> dict[str, Number]:
-    """Everything that is counted of a training step, by name."""
+    """The quantities of a training step, by the names that are printed."""
     tasks, repeats = config.buffer.batch_size, config.algorithm.repeat_times
     runs = Number(float(tasks * repeats), Known.COUNTED, f"{tasks} tasks x {repeats} runs")
     calls = computed("runs x calls of a run", operator.mul, runs, lengths.calls)
@@ -205,8 +205,8 @@ def step_quantities(
 def _seconds(
     new: Number, train: Number, given: EstimateOptions, earlier: Earlier
 ) -> dict[str, Number]:
-    """Seconds of a step: that of an earlier run by its tokens, or of sampling and training, one
-    after the other, at the speeds that were given."""
+    """Seconds of a step: those of an earlier run scaled by train tokens, or sampling plus training
+    at the given speeds."""
     names = ("perf/train_tokens", "time/step", "explorer/time/wait_explore_step")
     tokens, time, waited = (earlier.mean(name) or 0.0 for name in names)
     speeds = (given.tokens_per_second, given.train_tokens_per_second)
@@ -225,7 +225,7 @@ def _seconds(
 
 
 def _api_dollars(config: AflowConfig, role: str, earlier: Earlier, runs: Number) -> Number:
-    """US dollars of a model behind an API, as far as they are known before a run."""
+    """US dollars of a step for a model behind an API; without an earlier run unknown, or 0."""
     model, every = config.models[role], runs.value or 0.0
     spent = earlier.mean(f"rollout/cost/{model.role or role}/mean")
     if spent is not None:

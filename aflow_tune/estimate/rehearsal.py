@@ -1,8 +1,8 @@
-"""What runs look like, without a model: the workflow is called on a few training rows.
+"""Calls and prompt lengths of rollouts, found by calling the workflow without a model.
 
-Rows, adapter, recording and experiences are those of a run; the sampler answers at once with plain
-words, as many as a response may have. So the number of calls and the prompts are real. Only
-workflow functions are rehearsed, without `models:` behind an API, which would cost money.
+Rows, adapter, recording and experiences are those of a run; a stand-in for the sampler answers at
+once with plain words up to the response limit. Only workflow functions are rehearsed, and only
+without `models:` behind an API, which would cost money.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from aflow_tune.find_ray import use_own
 from aflow_tune.sections import BudgetSection
 
 MOST_RUNS = 32
-"""Runs of a rehearsal; the rows of a larger step are taken to be like these."""
+"""Rollouts of a rehearsal; those of a larger step are assumed to be like these."""
 SECONDS = 20.0
-"""After this a rehearsal is given up: the workflow waits for something."""
+"""Time limit of a rehearsal; a workflow that takes longer waits for something else."""
 _WORDS = (
     "The answer to this question follows from the numbers that were given: first one adds what "
     "belongs together, then one takes away what does not, and the rest is shared out evenly. "
@@ -54,8 +54,8 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class Seen:
-    """What runs showed: `calls` of a run, tokens of a prompt on average and of the longest.
-    `unshared`: tokens of a run's prompts that no other has, on average."""
+    """Means over the rollouts: `calls`, tokens of a `prompt`, and `unshared`: tokens of a rollout's
+    prompts that no other shares. `longest_prompt`: in tokens. `how`: the source, as text."""
 
     how: str
     calls: float
@@ -70,10 +70,10 @@ def rehearse(
     judge: Callable[..., Any] | None,
     folders: Mapping[str, Path | None],
 ) -> Seen | str:
-    """Run the workflow on a few rows of a prepared configuration; or why that showed nothing.
+    """Run the workflow on a few rows of a prepared configuration; returns text if it cannot.
 
     Args:
-        folders: where the tokenizer of each `model_path` lies; None: not on this machine.
+        folders: the folder of each `model_path`'s tokenizer; None: not on this machine.
     """
     training = [taskset for _, taskset, held_out in user_tasksets(config) if not held_out]
     if workflow is None or not config.workflow or config.writer.executor or config.graph.path:
@@ -91,7 +91,7 @@ def rehearse(
     except TimeoutError:
         return f"it took more than {SECONDS:.0f} s with a model that answers at once"
     except Exception as error:
-        # Whatever user code or a reader raises here costs knowledge, not the estimate.
+        # Whatever user code or a reader raises, the estimate goes on with less information.
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
@@ -102,8 +102,8 @@ async def _rehearse(
     folders: Mapping[str, Path | None],
     folder: Path,
 ) -> Seen | str:
-    config.mode = "both"  # on stand-ins, who has which GPU is no question
-    use_own(config)  # nor is any cluster asked
+    config.mode = "both"  # a stand-in uses no GPU
+    use_own(config)  # without looking for a cluster
     config.checkpoint_job_dir = config.prepared.account_folder = str(folder)
     config.buffer.cache_dir = str(folder / "buffer")
     config.budget = BudgetSection()

@@ -1,8 +1,8 @@
-"""A causal language model as numbers: its layers, parameters, cache entries and activations.
+"""The sizes of a causal language model: its layers, parameters, KV cache and activations.
 
-`named_model` reads the `config.json` of a model; `shape_of` builds transformers' module of it on
-torch's meta device, where nothing is allocated, and counts. All layers are taken to be like the
-largest, and to attend to the whole sequence. Families whose activations are not known are refused.
+`named_model` reads the `config.json` of a model; `shape_of` builds its transformers module on
+torch's meta device, which allocates nothing, and counts. Every layer is assumed to be as large as
+the largest one and to attend to the whole sequence. Families without known activations are refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SMOLLM2 = {
     "num_key_value_heads": 3,
     "tie_word_embeddings": True,
 }
-"""SmolLM2-135M as published, so that it can be estimated before it is fetched."""
+"""SmolLM2-135M as published, so that it can be estimated before it is downloaded."""
 _SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 _FP32 = 4
 _TITLE = "The model's size cannot be worked out."
@@ -44,11 +44,11 @@ FAMILIES = {
     "qwen3",
     "smollm3",
 }
-"""Counted families by `model_type`."""
+"""Supported families, by `model_type`."""
 
 
 class Linear(NamedTuple):
-    """A linear layer of a decoder layer: its module path, and widths."""
+    """A linear module of a decoder layer: its path in the model, and its widths."""
 
     path: str
     inputs: int
@@ -119,8 +119,8 @@ def _named(path: str, names: str | Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model's shape, the bytes of an element in its file, and the folder of its config.json;
-    None for one of ours that was not fetched yet."""
+    """A model's shape, the bytes of an element in its file, and the folder of its config.json, None
+    for a bundled model that is not downloaded yet."""
 
     name: str
     shape: ModelShape
@@ -133,7 +133,7 @@ def named_model(name: str, where: str) -> NamedModel:
     """The model called `name`, as `model.model_path` takes it; `where` names it in faults.
 
     Raises:
-        BadInput: it is not on this machine, its settings cannot be read, or it is not counted.
+        BadInput: it is not on this machine, its settings cannot be read, or as `shape_of`.
     """
     from transformers import AutoConfig, LlamaConfig
 
@@ -149,13 +149,13 @@ def named_model(name: str, where: str) -> NamedModel:
         return NamedModel(name, shape_of(config, where), _itemsize(folder, config), folder)
     except BadInput:
         raise
-    except Exception as error:  # whatever settings that do not fit together lead to
+    except Exception as error:  # inconsistent settings raise many types
         expected = "a config.json that transformers reads"
         raise BadInput.of(_TITLE, where, expected, f"{error!r:.200}", "check the model") from error
 
 
 def _folder(name: str) -> Path | None:
-    """The folder with the model's config.json, or None where none is at hand."""
+    """The folder with the model's config.json; None if it is not on this machine."""
     if not is_cached(name):
         return None
     folder = cache_dir() / name if name in BUNDLED else Path(name).expanduser()
@@ -176,10 +176,10 @@ def _itemsize(folder: Path, config: Any) -> int:
 
 
 def shape_of(config: Any, where: str = "config.json") -> ModelShape:
-    """The shape of a model, from transformers' configuration of it.
+    """The shape of a model, from its transformers configuration.
 
     Raises:
-        BadInput: a family that is not counted here, or weights that are quantised.
+        BadInput: a family that is not in `FAMILIES`, or quantised weights.
     """
     from transformers import AutoModelForCausalLM
 
@@ -245,8 +245,8 @@ def kept_per_token(
 ) -> float:
     """Bytes that one layer keeps of one token for the backward pass.
 
-    By the bookkeeping of Korthikanti et al. (arXiv:2205.05198, section 4.1), here for RMS norms,
-    rotary embeddings, attention whose kernel recomputes the scores (arXiv:2205.14135) and a gated
+    Counted as in Korthikanti et al. (arXiv:2205.05198, section 4.1), but for RMS norms, rotary
+    embeddings, attention with a kernel that recomputes the scores (arXiv:2205.14135) and a gated
     MLP:
 
         norms      input in fp32 (4 H), its reciprocal root mean square (4), output (e H), each
@@ -255,8 +255,8 @@ def kept_per_token(
 
     with H hidden, Q = heads x head_dim, K = kv_heads x head_dim, I intermediate width and e bytes
     an element (`itemsize`). Trained weights add the normalised input of each norm (e H), adapters
-    their inner rows (e rank). `keys`: of each token, above 1 where a shared prefix is repeated.
-    `gathered`: attention's output is brought into another order, so its copy is kept too.
+    their inner rows (e rank). `keys`: keys and values per token, above 1 where a shared prefix is
+    repeated. `gathered`: attention's output is reordered, so a copy of it is kept too.
     """
     hidden, own = shape.hidden, itemsize if lora is None else 0
     q_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

@@ -1,3 +1,3 @@
-"""Measuring a workflow or a model, and comparing two of them."""
+"""Evaluation: measuring workflows and models on held-out tasks, and comparing them."""
 
 import aflow_tune.config  # noqa: F401  (the stand-in for a missing vLLM, before Trinity)

@@ -1,10 +1,9 @@
-"""What an evaluation compares: one column for each pair of weights and workflow, and settings;
-and what each column is measured from.
+"""What an evaluation compares: one column for each combination of weights, workflow and settings,
+and the configuration, functions and tasks of each column.
 
-The base model is always the first column. A column's folder is named after everything that its
-records depend on and that can be seen from here, so that records are taken up again exactly where
-they still hold. What a function does beyond its own files, such as a server that it asks, is not
-seen.
+The base model is always the first column. The name of a column's folder contains a hash of all that
+its records depend on, as far as it is visible here, so that records are reused exactly while they
+are valid. What a function uses besides its own files, such as a server, is not visible.
 """
 
 from __future__ import annotations
@@ -43,26 +42,26 @@ from aflow_tune.types import Checkpoint
 BASE = "base"
 WORKFLOW_PREFIX = "workflow:"
 GRAPH_FILE = "graph.py"
-"""A folder with this file is an operator graph."""
+"""A folder with this file holds an operator graph."""
 _VARIED: Mapping[str, tuple[type, float, float]] = {
     "temperature": (float, 0.0, 100.0),
     "top_p": (float, 1e-9, 1.0),
     "top_k": (int, 0, 10**9),
     "max_tokens": (int, 1, 10**9),
 }
-"""What `--vary` takes: type, lowest, highest."""
+"""The settings that `--vary` takes: type, lowest, highest value."""
 _BY_CONTENT = ("graph", "score", "operators", "clients")
-"""Fields of functions that are objects: what is in them counts, not how it is written."""
+"""Fields of graph and writer functions that are hashed by content, not by `repr`."""
 _AUXILIARY = ("model_path", "name", "temperature", "top_p", "max_response_tokens", "chat_template")
-"""What decides the answers of an auxiliary model."""
+"""The settings of an auxiliary model that its answers depend on."""
 
 Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Side:
-    """Weights and workflow; None means the configuration's own. `step` is the training step of
-    weights of this run, else 0."""
+    """Weights and workflow; None: those of the configuration. `step` is the training step if the
+    weights are a checkpoint of a run, else 0."""
 
     name: str
     weights: Path | None = None
@@ -74,13 +73,13 @@ class Side:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for two names of the same thing."""
+        """Equal for two names of the same weights and workflow."""
         return self.weights, self.workflow, self.config, self.graph, self.served_model
 
 
 @dataclass(frozen=True)
 class Column:
-    """A side with sampling settings and prompts of its own."""
+    """A side with its own sampling settings and prompts."""
 
     side: Side
     sampling: tuple[tuple[str, float], ...] = ()
@@ -88,19 +87,19 @@ class Column:
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """Equal for columns that differ in their side only."""
+        """Equal for columns that differ only in their side."""
         return tuple(sorted(self.sampling)), self.prompts
 
     @property
     def name(self) -> str:
-        """What the column is called in every table."""
+        """The title of the column in every table."""
         prompts = [] if self.prompts is None else [self.prompts.name]
         varied = [f"{key}={value:g}" for key, value in self.sampling]
         return ", ".join([self.side.name, *prompts, *varied])
 
 
 class Plan(NamedTuple):
-    """The columns, the base model's first, and the pairs of them that are compared."""
+    """The columns, the base model first, and the pairs (before, after) to compare."""
 
     columns: tuple[Column, ...]
     pairs: tuple[tuple[Column, Column], ...]
@@ -108,11 +107,11 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asked for.
+    """The arguments of the command line.
 
-    `served_models` are names at the endpoint, the base model's first. `out` None is `eval` in the
-    run folder; `again`: failed rollouts of an earlier command are made again; `cache`: where
-    answers of executors and judges are kept for the next evaluation.
+    `served_models`: names at the endpoint, the base model's first. `out`: None: `eval` in the run
+    folder. `again`: repeat failed rollouts of an earlier command. `cache`: where answers of
+    executors and judges are kept for the next evaluation.
     """
 
     config: Path
@@ -133,15 +132,15 @@ class Request:
 
 
 def make_plan(request: Request, run_dir: Path) -> Plan:
-    """The columns and comparisons that were asked for.
+    """The columns and comparisons of a request.
 
-    Without `checkpoints` and `compare` the newest checkpoint of the run folder joins the base
-    model, where there is one. Each column is compared with the base model with the same settings,
-    or, where it is that itself, with the first column; and before these the two sides of `compare`
-    with each other.
+    Without `checkpoints`, `compare` and `served_models`, the newest checkpoint of the run folder is
+    added to the base model, if there is one. The two sides of `compare` are compared first; then
+    each column with the base model under the same settings, or, if it is the base model itself,
+    with the first column.
 
     Raises:
-        BadInput: with every name and setting that cannot be used.
+        BadInput: with every unusable name and setting.
     """
     faults: list[Fault] = []
     served = request.served_models
@@ -188,7 +187,7 @@ def make_plan(request: Request, run_dir: Path) -> Plan:
 
 
 def _settings(request: Request, faults: list[Fault]) -> list[Column]:
-    """Columns without a side yet: every combination of prompts and varied values."""
+    """Columns still without a side: every combination of prompts and varied values."""
     varied: dict[str, list[tuple[str, float]]] = {}
     for text in request.vary:
         where = f"--vary {text}"
@@ -221,7 +220,7 @@ def _settings(request: Request, faults: list[Fault]) -> list[Column]:
 def _find_side(
     base: Side, served: Sequence[str], run_dir: Path, saved: Sequence[Checkpoint], name: str
 ) -> Side | str:
-    """The side that a name of the command line means, or what was found instead of one."""
+    """The side for a name on the command line, or a text that says what was found instead."""
     path = Path(name).expanduser()
     by_step = {checkpoint.step: checkpoint for checkpoint in saved}
     if name in (BASE, base.served_model):
@@ -274,7 +273,7 @@ class Source:
 
     @functools.cached_property
     def functions(self) -> dict[str, Any]:
-        """Digests of the user's code, as it is now."""
+        """Hashes of the user's code, computed on first use."""
         judge = _sources_of(self.judge) if self.judge else None
         return {"workflow": _sources_of(self.workflow), "judge": judge}
 
@@ -282,8 +281,8 @@ class Source:
 def make_sources(
     plan: Plan, untouched: AflowConfig, first: Source, request: Request
 ) -> dict[Column, Source]:
-    """What every column is measured from; each configuration and function is loaded once. Raises
-    BadInput if one cannot be used."""
+    """The source of every column; each configuration and function is loaded once. Raises `BadInput`
+    if one cannot be used."""
     made: dict[tuple[Any, ...], Source] = {(None, None, None): first}
     found = {}
     for column in plan.columns:
@@ -294,7 +293,7 @@ def make_sources(
         elif key not in made:
             if side.graph is None:
                 workflow: Function = resolve(side.workflow or "", request.config.parent)
-            else:  # with the settings of the configuration's own graph
+            else:  # with the settings of the configuration's `graph:`
                 config = copy.deepcopy(untouched)
                 config.workflow, config.writer.executor = None, None
                 config.graph.path = str(side.graph)
@@ -306,7 +305,7 @@ def make_sources(
 
 
 def _other_config(path: Path, untouched: AflowConfig, request: Request) -> Source:
-    """Another configuration on the held-out tasks of the first one."""
+    """Another configuration, on the held-out tasks of the first one."""
     config = load_trained(path)
     workflow, judge = resolve_functions(config)
     check_functions(workflow, judge)
@@ -323,7 +322,7 @@ def _other_config(path: Path, untouched: AflowConfig, request: Request) -> Sourc
 
 
 def column_folder(out: Path, column: Column, source: Source, request: Request) -> Path:
-    """Where the column's records are: named after all that decides them, which it also holds."""
+    """The folder of a column's records, named by a hash of `column.json`, written if missing."""
     config, side = source.config, column.side
     model = config.explorer.rollout_model
     sizes = ("max_model_len", "max_prompt_tokens", "max_response_tokens", "enable_thinking")
@@ -367,8 +366,8 @@ def column_folder(out: Path, column: Column, source: Source, request: Request) -
 
 
 def _sources_of(function: Function) -> dict[str, str]:
-    """Digests of the files that a function of the user's consists of, by module; an operator
-    graph is its own text, a writer its settings."""
+    """Hashes of the files of a user's function, by module; of an operator graph or a writer, the
+    hash of its texts and settings, and those of the user's code in it."""
     if dataclasses.is_dataclass(function) and type(function).__module__.startswith("aflow_tune."):
         settings = [
             (item.name, repr(getattr(function, item.name)))
@@ -400,12 +399,12 @@ def _digest(content: bytes) -> str:
 def with_prompts(
     workflow: Function, path: Path | None, config: AflowConfig
 ) -> tuple[Function, Mapping[str, Any]]:
-    """The workflow, and the configuration's prompts, with those of a YAML file on top.
+    """The workflow and the configuration's prompts, overridden by those of a YAML file.
 
-    The file has the form of the configuration's prompts, perhaps under a key `prompts:`.
+    The file has the form of the configuration's prompts, optionally under a key `prompts:`.
 
     Raises:
-        BadInput: the file is no YAML mapping, or a prompt fits no operator or graph.
+        BadInput: the file is no YAML mapping, or a prompt does not fit the operators or graph.
     """
     if path is None:
         return workflow, config.prompts
@@ -440,5 +439,5 @@ def with_prompts(
 
 
 def _as_graph(workflow: Function) -> Any:
-    """`workflow` if it is an operator graph, else None; without importing the graph room."""
+    """`workflow` if it is an operator graph, else None; avoids importing `aflow_tune.graph`."""
     return workflow if type(workflow).__module__ == "aflow_tune.graph.workflow" else None

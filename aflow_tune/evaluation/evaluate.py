@@ -1,7 +1,7 @@
-"""One evaluation from a command line to its result: what follows what.
+"""One evaluation, from the command line to its result.
 
-Every column keeps its records in a folder of its own, named after everything that decides them
-(`columns.py`), so the same command goes on where it was stopped.
+Each column keeps its records in its own folder, named by a hash of all that they depend on
+(`columns.py`), so the same command continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -57,25 +57,25 @@ from aflow_tune.trace import POLICY
 
 JSON_NAME = "eval.json"
 OUT_NAME = "eval"
-"""The folder below the run folder that an evaluation is kept in if none is named."""
+"""The default folder of an evaluation, inside the run folder."""
 _LINE_SECONDS = 5.0
-"""How often it is said how far a column is."""
+"""Interval of progress lines."""
 
 
 class EvalProgress:
-    """Says on `console`, which is rich's, how far an evaluation is."""
+    """Prints the progress of an evaluation on `console`, a `rich` console."""
 
     def __init__(self, console: Any) -> None:
         self.console = console
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Print one line."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def column(self, name: str, total: int, done: int) -> Iterator[Callable[[], None]]:
-        """While a column is measured; the function given is called after each rollout. `done` of
-        the `total` rollouts have a record from an earlier command."""
+        """Context of one column; yields a function to call after each rollout. `done` of the
+        `total` rollouts have a record from an earlier command."""
         if done:
             self.say(f"{name}: {done} of {total} rollouts are there from an earlier command")
         started = said = time.monotonic()
@@ -95,13 +95,13 @@ class EvalProgress:
 
 
 def evaluate(request: Request, progress: EvalProgress) -> tuple[Result, Path]:
-    """Measure what is asked for; returns the result and the folder that holds it.
+    """Run the evaluation; returns the result and the folder that holds it.
 
     Raises:
-        BadInput: configuration, functions, data, columns or endpoint were refused.
-        Interrupted: stopped by a signal; the same command goes on from there.
-        BudgetReached: a limit of `budget` was reached; as above.
-        RunFailed: something outside of the user's functions failed.
+        BadInput: the configuration, functions, data, columns or endpoint cannot be used.
+        Interrupted: stopped by a signal; the same command continues from there.
+        BudgetReached: a limit of `budget` was reached; likewise.
+        RunFailed: something outside the user's functions failed.
     """
     config = load_trained(request.config, request.overrides)
     untouched = copy.deepcopy(config)
@@ -120,7 +120,7 @@ def evaluate(request: Request, progress: EvalProgress) -> tuple[Result, Path]:
     for column in plan.columns:
         source = sources[column]
         check_run_prompts(source.config)
-        with_prompts(source.workflow, column.prompts, source.config)  # faults before anything runs
+        with_prompts(source.workflow, column.prompts, source.config)  # raise before anything runs
     out = (request.out or run_dir / OUT_NAME).absolute()
     transformers.utils.logging.disable_progress_bar()
     with locked(out):
@@ -141,7 +141,7 @@ async def _measure_all(
     out: Path,
     progress: EvalProgress,
 ) -> None:
-    """Make every rollout that has no record yet, columns with the same model after each other."""
+    """Make every rollout without a record, columns with the same model after each other."""
     kept = f"; finished rollouts are kept in {out}: the same command goes on from there"
     limit = sources[plan.columns[0]].config.budget.wall_seconds
     models = [(column.side.weights, column.side.config) for column in plan.columns]
@@ -221,7 +221,7 @@ async def _measure(
 
 
 def _result(request: Request, plan: Plan, sources: Mapping[Column, Source], out: Path) -> Result:
-    """What the records of the plan's columns come to."""
+    """The result, from the records of the plan's columns."""
     first = sources[plan.columns[0]]
     config, samples, solved_at = first.config, request.samples, request.solved_at
     rows = {name: rows_by_item(of_set[: request.limit]) for name, of_set in first.tasks.items()}
@@ -231,7 +231,7 @@ def _result(request: Request, plan: Plan, sources: Mapping[Column, Source], out:
         price = _price(column, request, config)
         for name, of_set in rows.items():
             measured: Evaluation = found[name][column.side.step]
-            # Earlier commands may have measured more.
+            # Earlier commands may have recorded more items and samples.
             records = [r for r in measured.records if r.item in of_set and r.run < samples]
             evaluation = replace(measured, records=tuple(records))
             cells[name].append(Cell(column, evaluation, of_set, price, samples, solved_at))
@@ -251,7 +251,7 @@ def _result(request: Request, plan: Plan, sources: Mapping[Column, Source], out:
 
 
 def _price(column: Column, request: Request, config: AflowConfig) -> Price | None:
-    """What a call of an endpoint's model costs: as configured for `policy`, else as listed."""
+    """The price of an endpoint's model: as configured for `policy`, else the listed one."""
     if request.endpoint is None or column.side.served_model is None:
         return None
     served = _served(column.side.served_model, request.endpoint, config)
@@ -262,7 +262,7 @@ def _price(column: Column, request: Request, config: AflowConfig) -> Price | Non
 
 
 def _served(name: str, endpoint: str, config: AflowConfig) -> ModelSettings:
-    """An endpoint's model as the budget knows it: with the prices that `policy` is given."""
+    """An endpoint's model for the budget, with the prices of `policy`."""
     policy = config.models.get(POLICY)
     prices = policy.prices if policy else None
     return ModelSettings(model=name, base_url=base_url(endpoint), prices=prices)

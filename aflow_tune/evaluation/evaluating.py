@@ -1,7 +1,7 @@
 """Runs a workflow on held-out tasks without training: no Ray, no trainer, no queue.
 
-Adapter, recording model and records are those of a run, so its evaluations and these can be
-compared. Seeds depend on task set, task, rollout and what is asked, never on the weights.
+Adapter, recording model and records are those of a training run, so that its evaluations and these
+are comparable. Seeds depend on task set, task, rollout and prompt, never on the weights.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 TaskSets = Mapping[str, Sequence[Task]]
 """Tasks by the name of their task set, in the order of its rows."""
 RolloutKey = tuple[str, int, int]
-"""Task set, number of the task in it, and number among the task's rollouts."""
+"""(task set, index of the task in it, index of the rollout of that task)."""
 
 
 class LocalModels:
-    """The local sampler with the weights that are asked for; one base model at a time."""
+    """The local sampler with the weights asked for; holds one base model at a time."""
 
     def __init__(self) -> None:
         self._model: tuple[SamplerHost, InlineModel] | None = None
@@ -55,13 +55,13 @@ class LocalModels:
             await asyncio.to_thread(host.close)
 
     async def take(self, config: AflowConfig, weights: Path | None) -> ModelWrapper:
-        """The configured model with `weights`; None for the model as it is. Raises BadInput if
-        they do not fit it, CheckpointError if they are damaged."""
+        """The configured model with `weights`; None: the base model. Raises `BadInput` if they do
+        not fit it, `CheckpointError` if they are damaged, `RunFailed` if there are none."""
         model_config = config.explorer.rollout_model
         if weights is not None and kind_of(weights) is Kind.MODEL:
             model_config = replace(model_config, model_path=str(weights))
             weights = None
-        # Full weights put over a base model cannot be taken back: it is loaded anew.
+        # Full weights overwrite the base model, which then has to be loaded anew.
         key = repr(model_config)
         if self._model is None or self._key != key or not (self._pristine or weights):
             loaded, self._model = self._model, None
@@ -75,7 +75,7 @@ class LocalModels:
             await asyncio.to_thread(sampler.update_weights, {}, 0)
         else:
             state, sampler.lora = await asyncio.to_thread(read_weights, weights)
-            if not state:  # which the sampler would take for the base model
+            if not state:  # the sampler would use the base model
                 raise RunFailed(f"{weights} holds no weights")
             self._pristine = sampler.lora is not None
             await asyncio.to_thread(sampler.update_weights, state, sampler.version + 1)
@@ -83,7 +83,7 @@ class LocalModels:
 
     @contextlib.asynccontextmanager
     async def auxiliary_chat_models(self, config: AflowConfig) -> AsyncIterator[dict[str, Any]]:
-        """The auxiliary models by name, as workflow functions get them, while it is open."""
+        """The auxiliary models by name, as workflow functions get them, inside the context."""
         async with contextlib.AsyncExitStack() as stack:
             wrappers = await self.auxiliary(config)
             clients = [wrapper.get_openai_async_client() for wrapper in wrappers]
@@ -108,7 +108,7 @@ async def _load(config: InferenceModelConfig) -> tuple[SamplerHost, InlineModel]
 def endpoint_model(
     config: AflowConfig, url: str, name: str, key_variable: str | None
 ) -> ModelWrapper:
-    """The model `name` behind `url`, sampled as the configuration says."""
+    """The model `name` at `url`, with the sampling of the configuration."""
     model_config = replace(
         config.explorer.rollout_model, model_path=name, engine_type="external", name=None
     )
@@ -123,8 +123,8 @@ async def read_tasks(config: AflowConfig) -> dict[str, list[Task]]:
 
 @dataclass
 class Batch:
-    """One workflow with one model on all tasks. `arguments` are the adapter's `workflow_args`,
-    `sampling` overrides the tasks' `rollout_args`, `folder` gets the records of `step`."""
+    """One workflow with one model on all tasks. `arguments`: the adapter's `workflow_args`;
+    `sampling` overrides the tasks' `rollout_args`; records of `step` are written to `folder`."""
 
     model: ModelWrapper
     auxiliary: list[ModelWrapper]
@@ -134,7 +134,7 @@ class Batch:
     sampling: Mapping[str, float] = field(default_factory=dict)
 
     def rollouts_left(self, tasks: TaskSets, samples: int, *, again: bool) -> list[RolloutKey]:
-        """The rollouts that have no record yet; with `again` also those that failed."""
+        """The rollouts without a record or stopped by the budget; with `again` all failed ones."""
         left = []
         for name, of_set in tasks.items():
             path = record_path(self.folder, name, self.step)
@@ -156,11 +156,11 @@ class Batch:
         at_once: int,
         done: Callable[[], None],
     ) -> None:
-        """Make the rollouts of `left`, at most `at_once` together; `done` is called after each.
+        """Make the rollouts in `left`, at most `at_once` concurrently; call `done` after each.
 
         Raises:
-            BudgetReached: a limit on money, tokens or calls was reached; those under way ended.
-            RunFailed: something outside of the user's functions failed.
+            BudgetReached: a limit on money, tokens or calls was reached; no rollout is in flight.
+            RunFailed: something outside the user's functions failed.
         """
         slots = asyncio.Semaphore(at_once)
         spend = self.arguments["spend"]
@@ -170,7 +170,7 @@ class Batch:
                 if spend.reached():
                     return
                 given = tasks[name][number]
-                # A task of its own for each rollout, numbered as a run's evaluation numbers it.
+                # One task for each rollout, numbered as in the evaluation of a training run.
                 task = replace(
                     given,
                     batch_id=f"{self.step}/{name}",
@@ -198,7 +198,7 @@ class Batch:
 
 
 def rows_by_item(tasks: Sequence[Task]) -> dict[int, dict[str, Any]]:
-    """The rows by the number that records call their item."""
+    """The rows by the `item` of their records."""
     return {_item(task, number): dict(task.raw_task or {}) for number, task in enumerate(tasks)}
 
 

@@ -1,7 +1,7 @@
-"""What an evaluation found: a cell for each column on each task set, and the comparisons; and how
-people are shown it, on a terminal and as `eval.html`.
+"""The result of an evaluation: a cell for each column on each task set, and the comparisons; and
+its display on a terminal and as `eval.html`.
 
-Computed from the records; nothing is measured here. `to_json` is what `eval.json` holds (its keys
+Everything is computed from the records. `Result.to_json` is the content of `eval.json` (whose keys
 call a rollout a run).
 """
 
@@ -34,23 +34,23 @@ from aflow_tune.scoring.rewards import efficiency, target_tools, timing, tool_ac
 from aflow_tune.sections import AgentRewardSection
 
 VERSION = 1
-"""Of the form of `eval.json`."""
+"""Version of the format of `eval.json`."""
 PAGE_NAME = "eval.html"
 NOTHING, UNKNOWN = "-", "unknown"
 _MOST_MEASURES = 12
 
 
 class Cell:
-    """One column on one task set, and all that is counted of its records.
+    """One column on one task set, with the statistics of its records.
 
-    `pass_at` is pass@k over scored rollouts, `pass_at_all` with failed ones as unsolved (empty
-    where none failed), `measures` reward and every recorded metric over items.
+    `pass_at`: pass@k over scored rollouts; `pass_at_all`: with failed ones as unsolved (empty if
+    none failed); `measures`: the interval over items of the reward and each recorded metric.
 
     Args:
-        rows: those of the task set by item.
-        price: what the tokens of the column's model cost.
-        samples: rollouts of each row.
-        solved_at: the score from which on a rollout has solved its task.
+        rows: those of the task set, by item.
+        price: of the tokens of the column's model.
+        samples: rollouts per row.
+        solved_at: the least score that counts as solved.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Cell:
     ) -> None:
         self.column, self.evaluation = column, evaluation
         records, names = evaluation.records, evaluation.metric_names()
-        # Powers of two, and the number of samples.
+        # k of pass@k: powers of two, and the number of samples.
         levels = sorted({2**n for n in range(samples.bit_length())} | {samples})
         failed = levels if evaluation.failed_rollouts else []
         self.score = evaluation.interval()
@@ -113,7 +113,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two columns on one task set; `comparison` is None where they share no scored item."""
+    """Two columns on one task set; `comparison` is None if they share no scored item."""
 
     taskset: str
     before: Column
@@ -125,7 +125,7 @@ class Difference:
         return TONES[self.comparison.direction if self.comparison else 0]
 
     def sentences(self) -> list[str]:
-        """The verdict and what has to be said beside it."""
+        """The verdict and its caveats."""
         if self.comparison is None:
             return ["Nothing can be compared: no item was scored on both sides."]
         return [self.comparison.verdict(), *self.comparison.caveats()]
@@ -145,7 +145,7 @@ class Difference:
 
 
 class Result:
-    """Everything that was measured; `cells` are by task set, in the order of the columns."""
+    """The whole result; `cells` are by task set, in the order of the columns."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Result:
         ]
 
     def why_nothing(self) -> str | None:
-        """Where nothing could be scored: how many rollouts there are, and what most of them met."""
+        """If no rollout was scored: their number and the most frequent failure; else None."""
         records = [record for cell in self.every for record in cell.evaluation.records]
         if not records or any(record.score is not None for record in records):
             return None
@@ -177,7 +177,7 @@ class Result:
         return f"none of {len(records)} rollouts could be scored; {why}"
 
     def to_json(self) -> dict[str, Any]:
-        """The whole result as plain JSON values; None is null: not known, or nothing to count."""
+        """The result as plain JSON values; null: unknown, or nothing to count."""
         columns = [
             {
                 "name": column.name,
@@ -208,7 +208,7 @@ class Result:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: dataclasses and mappings as objects, paths as texts."""
+    """Convert to JSON values: dataclasses and mappings to objects, paths to texts."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
@@ -221,17 +221,17 @@ def _plain(value: Any) -> Any:
 def measure_agents(
     records: Sequence[EvalRecord], rows: Mapping[int, Mapping[str, Any]], solved_at: float
 ) -> dict[str, dict[str, Any]]:
-    """The five measures of tool-using agents over the rollouts, but for failed ones, on rows that
-    have `target_tools` (a list of names, perhaps empty); empty without any. Of each the `mean` and
-    `std` (None for fewer than one or two rollouts) and the `count`.
+    """Five measures of tool use, over the rollouts that did not fail on rows with `target_tools`
+    (names of tools, may be empty); {} without such rows. For each: the `mean` (None without
+    rollouts), the `std` (None for fewer than two) and the `count`.
 
-    - tool_selection_accuracy: F1 of the tools that were called against `target_tools`; where
-      none was wanted, 1 if none was called, else 0.5.
-    - plan_success_rate: 1 for a rollout that called every tool of `target_tools`.
-    - step_efficiency: `optimal_steps` (default 5) against the steps taken, at most 1. A step is
+    - tool_selection_accuracy: F1 of the set of tools called against `target_tools`; if that is
+      empty, 1 if none was called, else 0.5.
+    - plan_success_rate: 1 if every tool of `target_tools` was called, else 0.
+    - step_efficiency: `optimal_steps` (default 5) divided by the steps taken, at most 1. A step is
       one answer of the model.
-    - timing_precision: 1 if a tool was called and one was wanted, or neither; else 0.
-    - end_to_end_success: 1 for a score of at least `solved_at`.
+    - timing_precision: 1 if tools were called and wanted, or neither; else 0.
+    - end_to_end_success: 1 for a score of at least `solved_at`, else 0; scored rollouts only.
     """
     values: dict[str, list[float]] = defaultdict(list)
     for record in records:
@@ -258,12 +258,12 @@ def measure_agents(
     }
 
 
-# For people
+# Display
 
 
 def rows(cells: Sequence[Cell], score: str) -> list[tuple[str, list[str]]]:
-    """The table of one task set: labels with a text for each column. `score` is the name of the
-    held-out score."""
+    """The table of one task set: each label with a text for each column. `score` is the name of
+    the held-out score."""
 
     def interval(found: Interval | None) -> str:
         return NOTHING if found is None else found.text()
@@ -322,7 +322,7 @@ def rows(cells: Sequence[Cell], score: str) -> list[tuple[str, list[str]]]:
 
 
 def print_result(result: Result, console: Any) -> None:
-    """The table of each task set, and the comparisons in sentences."""
+    """Print the table of each task set, the comparisons in sentences, and warnings."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -353,7 +353,7 @@ def print_result(result: Result, console: Any) -> None:
 
 
 def write_eval_page(path: Path, result: Result) -> Path:
-    """Write the page of a result; returns its path."""
+    """Write the HTML page of a result; returns its path."""
     facts, score = dict(result.facts), str(result.facts.get("score"))
     shown = {k: v for k, v in facts.items() if k not in ("tasks", "written", "score")}
     shown |= {"rollouts a task": result.samples, "solved from": f"{result.solved_at:g}"}

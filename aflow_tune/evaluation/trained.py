@@ -1,9 +1,9 @@
-"""From a folder to what can be asked: a configuration that is ready, and the weights to load.
+"""From a folder to a usable model: its weights, and a prepared configuration.
 
 A folder is a run (its newest checkpoint), the folder of a chain of stages (its last stage that
 trained), a checkpoint `global_step_N`, or an exported adapter or model. The configuration is the
-`resolved.yaml` of the run that the folder belongs to, or a file that is named. Nothing of the
-task sets is read: whoever asks brings the problem. `evaluating.LocalModels` loads the weights.
+`resolved.yaml` of the run that the folder belongs to, or a named file. Task sets are not read: the
+caller brings the problem. `evaluating.LocalModels` loads the weights.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _PLACES = ("checkpoint_root_dir=", "project=", "group=", "name=", "stages")
 
 @dataclass(frozen=True)
 class Found:
-    """Weights on disk, and where they come from. `run_dir` is None for a folder of no run."""
+    """Weights on disk, and their run. `run_dir` is None if they are in no run folder."""
 
     weights: Path
     run_dir: Path | None
 
     @property
     def name(self) -> str:
-        """What to call it: the run, and which of its weights."""
+        """For display: the run, and the path of the weights in it."""
         if self.run_dir is None:
             return self.weights.name
         return f"{self.run_dir.name}/{self.weights.relative_to(self.run_dir)}"
 
 
 def find_weights(folder: Path) -> Found:
-    """The weights that a folder means, of a run the newest; BadInput if there are none."""
+    """The weights in a folder, of a run the newest. Raises `BadInput` if there are none."""
     path = folder.expanduser().resolve()
     if kind_of(path) is not None:
         above = path.parent.parent if path.parent.name == "export" else path.parent
@@ -62,8 +62,8 @@ def find_weights(folder: Path) -> Found:
 
 
 def trained_run(folder: Path) -> tuple[Path | None, list[Checkpoint]]:
-    """The run folder with checkpoints that `folder` is, or of a chain the last stage that has
-    any, and these; None where there are none."""
+    """The run folder and its checkpoints: `folder` itself, or the last stage of a chain that has
+    any; (None, []) if there are none."""
     for run_dir in [folder, *reversed(stage_folders(folder))]:
         saved = checkpoints(run_dir)
         if saved:
@@ -72,12 +72,12 @@ def trained_run(folder: Path) -> tuple[Path | None, list[Checkpoint]]:
 
 
 def stage_folders(folder: Path) -> list[Path]:
-    """The run folders of a chain's stages, in their order; empty for any other folder."""
+    """The run folders of a chain's stages, in order; empty for any other folder."""
     return [folder / stage["name"] for stage in read_stages(folder)]
 
 
 def config_source(found: Found | None, named: Path | None) -> Path:
-    """The named configuration, or else that of the run; BadInput if there is neither."""
+    """The named configuration, else that of the run. Raises `BadInput` if there is neither."""
     if named is not None:
         return named
     if found is not None and found.run_dir is not None and (found.run_dir / RESOLVED).is_file():
@@ -92,8 +92,8 @@ def config_source(found: Found | None, named: Path | None) -> Path:
 
 
 def load_trained(path: Path, overrides: Sequence[str] = ()) -> AflowConfig:
-    """The configuration in a YAML; of a chain of stages that of the last one that trained, as it
-    was run, or, before any has trained, of the last one that will, as it is written."""
+    """The configuration in a YAML file. Of a chain of stages: that of the last stage that has
+    trained, as it was run; if none has, that of the last one that will, as written."""
     config = load_config(path, overrides)
     if not config.stages:
         return config
@@ -108,11 +108,11 @@ def load_trained(path: Path, overrides: Sequence[str] = ()) -> AflowConfig:
 def make_ready(
     config: AflowConfig, *, weights: Path | None = None, local_model: bool = True
 ) -> dict[str, float]:
-    """Fill in, in place, what it takes to ask the models of a loaded configuration; returns how the
-    policy is sampled: as the first held-out task set says, else as `model` does.
+    """Prepare a loaded configuration, in place, for calling its models; returns the sampling
+    settings of the policy: those of the first held-out task set, else of `model`.
 
-    `weights` are those that will be loaded; a whole model needs no other. `local_model` is False
-    where the policy is behind an endpoint. Raises BadInput with every fault of the models.
+    `weights`: those that will be loaded; a whole model replaces the configured one. `local_model`:
+    False if the policy is behind an endpoint. Raises `BadInput` with every fault of the models.
     """
     inputs = config.buffer.explorer_input
     held_out = inputs.eval_tasksets[0].rollout_args if inputs.eval_tasksets else None

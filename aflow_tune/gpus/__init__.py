@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs of this machine: what runs on them, by whom, which are free, and freeing one.
+"""The NVIDIA GPUs of this machine: processes on them, free ones for a run, ending processes.
 
-Nothing here imports CUDA, PyTorch, Ray or Trinity, so that devices can be chosen before those look.
+Nothing here imports CUDA, PyTorch, Ray or Trinity, so devices can be chosen before those look.
 """

@@ -1,12 +1,12 @@
-"""Free devices for a run: which ones, a claim on each, and no others in its sight.
+"""Free devices for a run: chooses them, claims each, and hides all others from the run.
 
-A device is free if no run holds it, the driver lists no other process on it, and hardly any of its
-memory is used (which also tells of processes outside of a container). Devices that the user names
-may show a picture meanwhile, as a desktop's only GPU does.
+A device is free if no run has claimed it, the driver lists no other process on it, and hardly any
+of its memory is used (which also reveals processes outside of a container). A device that the user
+names may also have graphics processes, as a desktop's only GPU does.
 
-CUDA reads `CUDA_VISIBLE_DEVICES` once, so `isolated` comes before anything may look for CUDA. Whole
-GPUs are given by number, in the order of the bus, because vLLM reads numbers only; where any GPU is
-divided (MIG) CUDA numbers differently, so UUIDs are.
+CUDA reads `CUDA_VISIBLE_DEVICES` once, so `isolated` must come before anything initialises CUDA.
+Whole GPUs are given by number in PCI bus order, because vLLM reads numbers only; if any GPU is
+divided (MIG), CUDA numbers differently, so UUIDs are given.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REFUSED = "There are no GPUs for this run; nothing was started."
 
 @dataclass(frozen=True)
 class Chosen:
-    """Devices for a run, in the order in which it will see them, and whether by their UUIDs."""
+    """Devices for a run, in the order in which it will see them, and whether to use UUIDs."""
 
     devices: list[Device]
     by_uuid: bool
@@ -39,7 +39,7 @@ class Chosen:
 
 def wanted(value: Any) -> str | tuple[str, ...]:
     """`auto`, or the devices named by a setting: numbers, `GPU:INSTANCE`, UUIDs. ValueError: it is
-    neither; the message says what it is."""
+    neither; the message is the faulty value."""
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"
     entries = value.split(",") if isinstance(value, str) else value
@@ -62,7 +62,7 @@ def wanted(value: Any) -> str | tuple[str, ...]:
 
 
 def wanted_faults(value: Any, where: str) -> list[Fault]:
-    """What is wrong with the setting by itself."""
+    """Faults of the setting's form; asks no driver."""
     try:
         if value is not None:
             wanted(value)
@@ -73,8 +73,8 @@ def wanted_faults(value: Any, where: str) -> list[Fault]:
 
 
 def visible(now: Snapshot, environ: Mapping[str, str]) -> list[Device]:
-    """What CUDA would be given in this environment, in its order. BadInput: `CUDA_VISIBLE_DEVICES`
-    numbers GPUs of several kinds in an unknown order."""
+    """The devices that CUDA sees in this environment, in its order. BadInput: there are
+    several GPU models, so the order of numbers in `CUDA_VISIBLE_DEVICES` is unknown."""
     units, text = now.units(), environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return units
@@ -87,17 +87,17 @@ def visible(now: Snapshot, environ: Mapping[str, str]) -> list[Device]:
     found: list[Device] = []
     for word in words:
         device = now.find(word)
-        if device is not None and device.divided:  # CUDA gives the first instance
+        if device is not None and device.divided:  # CUDA uses the first instance
             device = next(iter(device.instances), None)
         if device not in units or device in found:
-            break  # as CUDA does: what follows the first unknown one does not count
+            break  # as CUDA does: ignores all from the first unknown one on
         found.append(device)
     return found
 
 
 def taken(device: Device, *, named: bool = False) -> str | None:
-    """Why a device is not free; None if it is. `named`: by the user; then what only draws on it
-    does not count."""
+    """Why a device is not free; None if it is. `named`: by the user, who then accepts processes
+    that only do graphics."""
     if device.uuid is None:
         return "the driver does not tell its UUID"
     if (holder := holder_of(device.uuid)) is not None:
@@ -116,13 +116,13 @@ def taken(device: Device, *, named: bool = False) -> str | None:
 
 
 def choose(value: Any, count: int | None, claims: Claims | None, where: str) -> Chosen:
-    """Claim the devices for a run. BadInput: there are not so many free ones, or a named one is
-    missing or taken.
+    """Claim the devices for a run. BadInput: too few are free, a named one is missing or taken,
+    there is no driver, or the lock files cannot be used.
 
     Args:
         value: the setting, free of `wanted_faults`.
-        count: how many the run needs; None: all that are free (or named).
-        claims: takes the locks; the caller releases them. None: only look.
+        count: how many the run needs; None: all that are free, or all that are named.
+        claims: takes the locks; the caller releases them. None: only check.
         where: the place of the setting, for messages.
     """
     try:
@@ -143,7 +143,7 @@ def choose(value: Any, count: int | None, claims: Claims | None, where: str) -> 
 
 
 def obstacles(value: Any, count: int | None, where: str) -> list[Fault]:
-    """What would make `choose` refuse now. Claims nothing."""
+    """The faults with which `choose` would refuse now. Claims nothing."""
     try:
         choose(value, count, None, where)
     except BadInput as error:
@@ -152,7 +152,7 @@ def obstacles(value: Any, count: int | None, where: str) -> list[Fault]:
 
 
 def _claim(device: Device, claims: Claims | None, *, named: bool = False) -> str | None:
-    """None, or why it could not be had."""
+    """Claim a device; returns None, or why it is not available."""
     if why := taken(device, named=named):
         return why
     free = claims is None or claims.take(str(device.uuid))
@@ -162,7 +162,7 @@ def _claim(device: Device, claims: Claims | None, *, named: bool = False) -> str
 def _auto(
     now: Snapshot, reachable: list[Device], count: int | None, claims: Claims | None, where: str
 ) -> list[Device]:
-    # One process gets one instance, so instances never serve a run that needs several devices.
+    # CUDA gives a process one MIG instance, so they cannot serve a run that needs several devices.
     whole = [device for device in reachable if device.mig is None]
     usable = reachable if count == 1 and not whole else whole
     got: list[Device] = []
@@ -228,13 +228,13 @@ def _named(
 def isolated(
     value: Any, count: int | None, *, run: str, protected: Iterable[int], where: str
 ) -> Iterator[Chosen]:
-    """Claim devices and let this process and what it starts see no others, for the block. BadInput:
-    as `choose`, or CUDA is in use in this process already.
+    """For the block, claim devices and hide all others from this process and those that it starts.
+    BadInput: as `choose`, or this process has already initialised CUDA.
 
     Args:
         value, count, where: as for `choose`.
-        run: what others are told about who holds them.
-        protected: processes that others' `gpus free` leaves alone meanwhile.
+        run: the name of the run, shown to others who want the devices.
+        protected: ids of processes that `gpus free` of others leaves alone meanwhile.
     """
     if _cuda_is_in_use():
         expected, fix = "a process that has not used CUDA yet", "start Python anew, or its kernel"
@@ -247,14 +247,14 @@ def isolated(
         values = {
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "CUDA_VISIBLE_DEVICES": ",".join(names),
-            # PyTorch then asks NVML whether there is a GPU; CUDA stays unused in this process.
+            # PyTorch then asks NVML whether there is a GPU and does not initialise CUDA.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
         before = {name: os.environ.get(name) for name in values}
         os.environ.update(values)
         yield chosen
     finally:
-        # What this process itself holds on a device stays there until it ends, and so do claims.
+        # If this process uses CUDA, it holds the device until it ends, so the claim stays too.
         if not _cuda_is_in_use():
             claims.release()
             for name, text in before.items():

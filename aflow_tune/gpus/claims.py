@@ -1,8 +1,8 @@
-"""Which devices a run has claimed: a lock file for each, that ends with the run.
+"""Claims of runs on devices: a lock file for each device.
 
-The lock is the kernel's (`flock`), so whatever ends the process ends the claim. The files are for
-all users of the machine and say who holds them, which is shown and otherwise not trusted
-(`filelock` would empty them). Containers with folders of their own do not see the claims.
+The lock is the kernel's (`flock`), so the claim ends with the process. All users of the machine
+share the files. Their content names the holder and is only shown, not trusted; `filelock` would
+truncate it. Containers with a `/tmp` of their own do not see the claims.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pathlib import Path
 from aflow_tune.gpus.processes import printable, user_name
 
 FOLDER = Path("/tmp")
-"""Where every user may make files and none may remove another's."""
+"""Where every user may create files and none may remove another's."""
 
 _TURN_SECONDS, _TAKE_SECONDS = 30.0, 0.2
-"""Who only looks at a lock holds it for a moment."""
+"""The second is above 0 because readers hold the lock for a moment."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """What a held lock file says about its run."""
+    """The content of a held lock file: the run that holds it."""
 
     pid: int
     uid: int
@@ -41,14 +41,14 @@ class Holder:
 
 
 class Claims:
-    """Locks on devices, by their UUID, until `release()` or the end of the process."""
+    """Locks on devices, held until `release()` or the end of the process."""
 
     def __init__(self, run: str, protected: Iterable[int] = ()) -> None:
         self._holder = Holder(os.getpid(), os.getuid(), run, sorted(protected))
         self._descriptors: list[int] = []
 
     def take(self, uuid: str) -> bool:
-        """Claim a device; False if another run holds it. OSError: the file cannot be used."""
+        """Claim a device by its UUID; False if another run holds it. Raises OSError."""
         descriptor = _locked(_path(uuid), _TAKE_SECONDS)
         if descriptor is None:
             return False
@@ -65,8 +65,8 @@ class Claims:
 
 @contextlib.contextmanager
 def in_turn() -> Iterator[None]:
-    """Only one run at a time chooses: two that each got half of what they need would both fail.
-    TimeoutError: another one has been choosing for 30 s."""
+    """Let only one run at a time choose: of two that each got half of what they need, both would
+    fail. TimeoutError: another one has held the lock for 30 s."""
     descriptor = _locked(_path("choosing"), _TURN_SECONDS)
     if descriptor is None:
         raise TimeoutError(f"another run has held {_path('choosing')} for long")
@@ -77,12 +77,12 @@ def in_turn() -> Iterator[None]:
 
 
 def holder_of(uuid: str) -> Holder | None:
-    """Who holds a device; None if nobody does."""
+    """The holder of a device's lock; None if it is free."""
     return _holder(_path(uuid))
 
 
 def protected_by_runs() -> set[int]:
-    """Processes that those who hold devices, in the driver's sight or not, want left alone."""
+    """Ids of the processes that all runs with claims want left alone."""
     holders = [_holder(path) for path in FOLDER.glob("aflow-tune-gpu-*.lock")]
     return {pid for holder in holders if holder is not None for pid in holder.protected}
 
@@ -100,7 +100,7 @@ def _holder(path: Path) -> Holder | None:
             protected = [int(pid) for pid in raw["protected"]]
             return Holder(int(raw["pid"]), int(raw["uid"]), str(raw["run"]), protected)
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            # Anybody may write it: also Infinity, or brackets without end.
+            # Any user may write anything into the file, such as Infinity or endless brackets.
             return Holder(0, os.stat(descriptor).st_uid, "unknown")
     finally:
         os.close(descriptor)
@@ -112,10 +112,10 @@ def _path(uuid: str) -> Path:
 
 
 def _locked(path: Path, seconds: float) -> int | None:
-    """A descriptor with the lock on the file of this name; None: somebody else holds it so long."""
+    """A descriptor that holds the lock on this file; None: not free within `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
-        with contextlib.suppress(FileNotFoundError, FileExistsError):  # removed, or made, meanwhile
+        with contextlib.suppress(FileNotFoundError, FileExistsError):  # removed or made meanwhile
             descriptor = _open(path, create=not os.path.lexists(path))
             with contextlib.suppress(BlockingIOError, FileNotFoundError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,8 +128,8 @@ def _locked(path: Path, seconds: float) -> int | None:
 
 
 def _open(path: Path, *, create: bool = False) -> int:
-    """A descriptor of a plain file that everybody may lock. It is made only where it is missing:
-    kernels refuse to 'create' a file of another user's that is there (fs.protected_regular)."""
+    """A descriptor of a regular file that everybody may lock. `create` only if it is missing: with
+    fs.protected_regular the kernel refuses O_CREAT on another user's existing file."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
     if create:

@@ -1,6 +1,6 @@
-"""The GPUs at one moment, as the driver tells it through NVML (`pynvml`, of nvidia-ml-py).
+"""A snapshot of the GPUs from the driver, through NVML (`pynvml`, of nvidia-ml-py).
 
-What the driver will not say is None, never an error and never zero. A `Device` is a GPU or, under a
+What the driver does not report is None, never an error and never zero. A `Device` is a GPU or, of a
 GPU that is divided (MIG), one of its instances. Memory is in bytes, shares are from 0 to 1.
 """
 
@@ -24,7 +24,7 @@ _NO_DRIVER = (  # nvmlReturn_t 12 in nvml.h
     f"install it and {_CHECK}; start a container with the GPUs (`docker run --gpus all`)",
 )
 _ABSENT = (None, 3, 6, 13)
-"""Not supported, not found, no such function; without a number it is the bindings' own."""
+"""NVML codes: not supported, not found, function not found. None: an error of the bindings."""
 _LISTS = (
     ("compute", "nvmlDeviceGetComputeRunningProcesses"),
     ("compute", "nvmlDeviceGetMPSComputeRunningProcesses"),
@@ -33,7 +33,7 @@ _LISTS = (
 
 
 class NvmlUnavailable(AflowTuneError):
-    """There is no driver to ask. `reason` and `cure` are in the message."""
+    """There is no NVIDIA driver, or it refuses. `reason` and `cure` are in the message."""
 
     def __init__(self, reason: str, cure: str) -> None:
         super().__init__(reason, cure)
@@ -50,14 +50,14 @@ class _Nvml:
     def __init__(self, library: Any) -> None:
         self._library = library
         mismatch = getattr(library, "NVMLLibraryMismatchError", library.NVMLError)
-        self.errors = (library.NVMLError, mismatch, UnicodeDecodeError)  # a name that is no text
+        self.errors = (library.NVMLError, mismatch, UnicodeDecodeError)  # a name that is not UTF-8
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        """The answer; None where the function is missing, unsupported or forbidden."""
+        """The answer; None on any NVML error."""
         return self.ask_or_why(name, *arguments)[0]
 
     def ask_or_why(self, name: str, *arguments: Any) -> tuple[Any, str]:
-        """The answer; or None and why, '' where there is nothing that this asks for."""
+        """(answer, ''), or (None, why); why is '' if the driver does not support or have it."""
         try:
             return getattr(self._library, name)(*arguments), ""
         except AttributeError:
@@ -71,7 +71,7 @@ class _Nvml:
         return None if value is None else printable(str(value))
 
     def memory(self, handle: Any) -> tuple[int | None, int | None]:
-        """Bytes in all, and used."""
+        """(total, used) in bytes."""
         told = self.ask("nvmlDeviceGetMemoryInfo", handle)
         return _bytes(getattr(told, "total", None)), _bytes(getattr(told, "used", None))
 
@@ -82,9 +82,9 @@ class _Nvml:
 
 @contextlib.contextmanager
 def _opened() -> Iterator[_Nvml]:
-    """The bindings for the block. May be nested and used from several threads: NVML counts.
-    NvmlUnavailable: no driver, or one that refuses."""
-    pynvml = importlib.import_module("pynvml")  # has no types
+    """NVML, initialised for the block. May be nested and used from several threads: NVML counts
+    initialisations. NvmlUnavailable: no driver, or one that refuses."""
+    pynvml = importlib.import_module("pynvml")  # untyped
     nvml = _Nvml(pynvml)
     try:
         pynvml.nvmlInit()
@@ -100,7 +100,7 @@ def _opened() -> Iterator[_Nvml]:
 @dataclass(frozen=True)
 class GpuProcess:
     """A process that the driver lists on a device. `kinds`: compute, graphics, or both. `seen`:
-    None where it cannot be seen from here, as the host's processes in a container."""
+    None if it is not visible from here, such as the host's processes in a container."""
 
     pid: int
     kinds: tuple[str, ...]
@@ -137,7 +137,7 @@ class Device:
     """Index of the instance; None for a GPU."""
     memory_total: int | None = None
     memory_used: int | None = None
-    use: float | None = None  # share of the driver's last sample in which any kernel ran
+    use: float | None = None  # share of the driver's last sample period in which a kernel ran
     temperature_c: int | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
@@ -145,11 +145,11 @@ class Device:
     processes_unknown: str | None = None
     """Why `processes` is None."""
     divided: bool = False
-    """In MIG mode, where only its `instances` can compute."""
+    """In MIG mode; then only its `instances` can compute."""
     instances: tuple[Device, ...] = ()
     problem: str | None = None
-    """Why nothing could be asked of it, as with a GPU that has fallen off the bus."""
-    claimed: str | None = None  # by which run of aflow-tune
+    """Why the driver cannot access it, for example a GPU that has fallen off the bus."""
+    claimed: str | None = None  # the run of aflow-tune that has claimed it
 
     @property
     def label(self) -> str:
@@ -167,8 +167,8 @@ class Device:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All GPUs at one moment, in seconds since the epoch. `cuda`: the newest that the driver
-    supports."""
+    """All GPUs at one moment. `time`: seconds since the epoch. `cuda`: the newest version that the
+    driver supports."""
 
     time: float
     host: str
@@ -181,11 +181,11 @@ class Snapshot:
         return [each for device in self.devices for each in (device, *device.instances)]
 
     def units(self) -> list[Device]:
-        """What CUDA can be given: whole GPUs, and the instances of divided ones."""
+        """The devices that CUDA can use: whole GPUs, and the instances of divided ones."""
         return [each for each in self.all() if not each.divided and each.problem is None]
 
     def find(self, word: str) -> Device | None:
-        """A device by its label, its UUID or the beginning of it; None if there is not one."""
+        """A device by its label, or by its UUID or a unique prefix (5 characters up); else None."""
         found = [device for device in self.all() if device.label == word]
         if not found and len(word) >= 5:
             found = [d for d in self.all() if d.uuid and d.uuid.lower().startswith(word.lower())]
@@ -197,10 +197,10 @@ class Snapshot:
 
 
 def snapshot() -> Snapshot:
-    """All GPUs, with their processes. NvmlUnavailable: there is no driver to ask."""
+    """All GPUs, with their processes. NvmlUnavailable: no driver, or one that refuses."""
     with _opened() as nvml:
         count, why = nvml.ask_or_why("nvmlDeviceGetCount")
-        if count is None:  # unknown is not none
+        if count is None:  # an unknown count is not 0
             raise NvmlUnavailable(f"the driver does not tell how many ({why})", _CHECK)
         cuda = nvml.ask("nvmlSystemGetCudaDriverVersion")
         return Snapshot(
@@ -213,8 +213,8 @@ def snapshot() -> Snapshot:
 
 
 def use_and_memory(uuids: list[str]) -> dict[str, tuple[float | None, int | None]]:
-    """UUID to (share in use, bytes used) of some devices; those that do not answer are left out.
-    Instances of a divided GPU have no share: None. NvmlUnavailable: there is no driver to ask."""
+    """(share in use, bytes used) by UUID; devices that do not answer are left out. MIG instances
+    have no share: None. NvmlUnavailable: no driver, or one that refuses."""
     found = {}
     with _opened() as nvml:
         for uuid in uuids:
@@ -243,7 +243,7 @@ def _gpu(nvml: _Nvml, index: int) -> Device:
     whole = replace(_device(nvml, handle, index), divided=True, instances=tuple(instances))
     known = [part.processes for part in instances if part.processes is not None]
     if whole.processes is None and len(known) == len(instances) and not hidden:
-        # Only root may ask the whole GPU.
+        # Only root may ask for the processes of the whole GPU.
         within = tuple(process for part in known for process in part)
         whole = replace(whole, processes=within, processes_unknown=None)
     return whole
@@ -274,7 +274,7 @@ def _device(nvml: _Nvml, handle: Any, index: int, mig: int | None = None) -> Dev
 
 
 def _processes(nvml: _Nvml, handle: Any) -> tuple[tuple[GpuProcess, ...] | None, str | None]:
-    """Processes by number, and why there is no list."""
+    """(processes in order of their ids, None), or (None, why there is no list)."""
     kinds: dict[int, dict[str, None]] = {}
     memory: dict[int, int | None] = {}
     for kind, name in _LISTS:
@@ -282,12 +282,12 @@ def _processes(nvml: _Nvml, handle: Any) -> tuple[tuple[GpuProcess, ...] | None,
         if listed is None and (why or name == _LISTS[0][1]):
             return None, why or "not supported"
         for entry in listed or ():
-            pid = int(entry.pid or 0)  # somebody, whoever it is
+            pid = int(entry.pid or 0)  # 0: a process whose id is not known
             kinds.setdefault(pid, {})[kind] = None
             memory[pid] = memory.get(pid) or _bytes(getattr(entry, "usedGpuMemory", None))
     return tuple(GpuProcess(p, tuple(kinds[p]), memory[p], look(p)) for p in sorted(kinds)), None
 
 
 def _bytes(value: Any) -> int | None:
-    # The driver's 'unknown' is the largest number of 64 bits.
+    # The driver reports an unknown value as 2**64 - 1.
     return None if value is None or value >= 2**63 else int(value)

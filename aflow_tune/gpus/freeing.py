@@ -1,8 +1,8 @@
-"""Freeing devices: who is on them, who of those may be ended, and after a yes their end.
+"""`aflow-tune gpus free`: end one's own processes on GPUs, after confirmation.
 
-By number (`--pid`) one that may not be ended refuses the whole request; by device only one's own on
-it are meant, and the others are shown and left alone. Nothing is signalled before `confirm` said
-yes to the list; whether it may be is asked again right before each signal.
+A process named by id (`--pid`) that may not be ended refuses the whole request. A named device
+stands for the user's own processes on it; others are shown and left alone. Nothing is signalled
+before `confirm` returned True, and permission is checked again right before each signal.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from aflow_tune.gpus.devices import Device, GpuProcess, snapshot
 from aflow_tune.gpus.processes import Guard, Seen, invoking_user, look, with_rights_of
 from aflow_tune.gpus.showing import process_line
 
-KILL_SECONDS = 10.0  # after SIGKILL, when only the kernel can hold a process
+KILL_SECONDS = 10.0  # after SIGKILL, when only the kernel can keep a process alive
 
 
 @dataclass(frozen=True)
 class Freed:
-    """What became of a request. `outcomes`: process id to 'ended', 'killed', 'left alone: WHY' or
-    'still there: WHY'. `spared`: who was not touched, and why. `whole`: whether all that was named
-    is gone, and every named device is free of processes."""
+    """The outcome of a request. `outcomes`: by process id 'ended', 'killed', 'left alone: WHY' or
+    'still there: WHY'. `spared`: why other processes were not touched, by id. `whole`: whether all
+    chosen processes are gone and the named devices have none left."""
 
     outcomes: dict[int, str]
     spared: dict[int, str]
@@ -43,14 +43,14 @@ def free(
     confirm: Callable[[int], bool],
     say: Callable[[str], None] = print,
 ) -> Freed:
-    """End processes of one's own on GPUs. BadInput: a device or process that is not there or may
-    not be ended; nothing was done. NvmlUnavailable: there is no driver to ask.
+    """End the user's own processes on GPUs. BadInput: a device or process does not exist or may not
+    be ended; nothing was signalled. NvmlUnavailable: no driver, or one that refuses.
 
     Args:
-        devices: labels or UUIDs; all of one's own processes on them are meant.
-        pids: processes on any GPU (on one of `devices`, where both are given).
-        protect: processes to leave alone, with their descendants and ancestors; those that
-            running runs protect are added.
+        devices: labels or UUIDs; without `pids`, all of the user's own processes on them.
+        pids: ids of processes on any GPU, or on one of `devices` if both are given.
+        protect: ids of processes to leave alone, with their descendants and ancestors; those
+            that current runs protect are added.
         grace: seconds between SIGTERM and SIGKILL.
         confirm: asked once, with the number of processes, after they were shown.
     """
@@ -90,12 +90,12 @@ def free(
     elif not confirm(len(alive)):
         say("nothing was signalled")
         return Freed({}, spared, False)
-    else:  # a run may have begun while the question stood: what runs protect is asked again
+    else:  # a run may have started while `confirm` waited, so read again what runs protect
         outcomes |= end(alive, Guard(owner, protected | protected_by_runs()), grace, say)
         for pid, outcome in outcomes.items():
             say(f"{pid}: {outcome}")
     gone = {pid for pid, outcome in outcomes.items() if outcome in ("ended", "killed")}
-    now = snapshot()  # what was ended may have been started anew
+    now = snapshot()  # ended processes may have been restarted
     after = [now.find(device.label) for device in named]
     left = set(_listed(device for device in after if device)) - gone
     if left:
@@ -109,7 +109,7 @@ def free(
 def end(
     processes: Iterable[Seen], guard: Guard, grace: float, say: Callable[[str], None]
 ) -> dict[int, str]:
-    """SIGTERM, a wait of `grace` seconds, SIGKILL; outcomes as in `Freed`."""
+    """SIGTERM, up to `grace` seconds, then SIGKILL; returns outcomes as in `Freed`."""
     outcome: dict[int, str] = {}
     asked = _signal(processes, guard, signal.SIGTERM, outcome)
     if asked:
@@ -134,7 +134,7 @@ def pid_faults(pids: Iterable[int], where: str) -> list[Fault]:
 def _signal(
     processes: Iterable[Seen], guard: Guard, number: signal.Signals, outcome: dict[int, str]
 ) -> list[Seen]:
-    """Signal what still may be; returns those that were."""
+    """Signal the processes that may still be ended; returns those that were signalled."""
     sent = []
     for each in processes:
         now = look(each.pid)
@@ -145,7 +145,7 @@ def _signal(
         else:
             try:
                 with with_rights_of(guard.owner):
-                    each.process.send_signal(number)  # to this process, not to its number
+                    each.process.send_signal(number)  # psutil checks that the id was not reused
                 sent.append(each)
             except psutil.NoSuchProcess:
                 outcome[each.pid] = "ended"
@@ -155,7 +155,7 @@ def _signal(
 
 
 def _wait(processes: list[Seen], seconds: float) -> list[Seen]:
-    """Those that have not ended after this time; unlike `psutil.wait_procs` it reaps no child."""
+    """Those that have not ended after this time. Unlike `psutil.wait_procs`, reaps no child."""
     deadline = time.monotonic() + seconds
     while (left := [each for each in processes if _is_there(each)]) and time.monotonic() < deadline:
         time.sleep(0.05)

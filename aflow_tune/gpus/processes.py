@@ -1,8 +1,8 @@
 """The processes on GPUs: what they are, whose they are, and which of them may be ended.
 
-What cannot be read is None. One's own are those of the user who typed the command, also under
-`sudo`, where the kernel would let everything pass. What could be somebody else's in a way that
-cannot be seen from here is refused: a mistake costs somebody's week.
+What cannot be read is None. The user's own processes are those of the user who typed the command,
+also under `sudo`, where the kernel would permit every signal. A process that might be somebody
+else's, as far as can be seen from here, is refused: ending it could destroy days of work.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _LONGEST_COMMAND = 1000
 
 @dataclass(frozen=True)
 class Seen:
-    """A process as it was when it was looked at. Equal to a later look at the same process."""
+    """A process at one moment; equal to a later `Seen` of the same process."""
 
     pid: int
     since: float
-    """When it started, in seconds since the epoch: with `pid` its identity."""
+    """Start time in seconds since the epoch; with `pid` its identity."""
     uids: tuple[int, int, int] = field(compare=False)
     """Real, effective and saved."""
     ended: bool = field(compare=False)
     """A zombie."""
     program: str = field(compare=False)
-    """With the script or module of an interpreter; no other argument."""
+    """The program; for Python with its script or module, but without other arguments."""
     command: str = field(compare=False)
     in_container: bool | None = field(compare=False)
-    """Whether it has other process numbers than we have; None where that cannot be read."""
+    """Whether it is in another PID namespace than this process; None if that cannot be read."""
     process: psutil.Process = field(compare=False, repr=False)
 
     @property
@@ -46,7 +46,7 @@ class Seen:
 
 
 def look(pid: int) -> Seen | None:
-    """A process; None where there is none of this number, or only a thread."""
+    """A process by its id; None if there is none, or it cannot be read."""
     if pid <= 0 or not psutil.pid_exists(pid):
         return None
     try:
@@ -82,12 +82,12 @@ def user_name(uid: int) -> str:
 
 
 def printable(text: str) -> str:
-    """The text without what a terminal would obey."""
+    """The text with unprintable characters escaped, so that a terminal does not obey them."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def invoking_user() -> int:
-    """The id of the user who typed the command. BadInput: `SUDO_UID` is no user id."""
+    """The id of the user who typed the command, also under sudo. BadInput: bad `SUDO_UID`."""
     text = os.environ.get("SUDO_UID")
     if os.geteuid() != 0 or os.getuid() != 0 or text is None:
         return os.getuid()
@@ -99,8 +99,8 @@ def invoking_user() -> int:
 
 @contextlib.contextmanager
 def with_rights_of(uid: int) -> Iterator[None]:
-    """As root: for the block with no more rights than this user, so that the kernel too refuses
-    to signal anybody else's process."""
+    """As root, drop to this user's rights for the block, so that the kernel too refuses to signal
+    anybody else's process."""
     if os.geteuid() != 0 or uid == 0:
         yield
         return
@@ -114,14 +114,14 @@ def with_rights_of(uid: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Guard:
-    """What must not be signalled: all but `owner`'s processes, and `protected` ones with their
-    descendants and ancestors."""
+    """Decides what must not be signalled: processes of others than `owner`, this command, and
+    `protected` ones with their descendants and ancestors."""
 
     owner: int
     protected: frozenset[int] = frozenset()
 
     def refusals(self, processes: Iterable[tuple[int, Seen | None]]) -> dict[int, str]:
-        """Process id to why it may not be ended; those that may be are left out."""
+        """Why processes may not be ended, by id; those that may be ended are left out."""
         parent = {each.pid: each.info["ppid"] or 0 for each in psutil.process_iter(["ppid"])}
         above = {each for pid in self.protected for each in _ancestors(pid, parent)}
         mine = {os.getpid(), *_ancestors(os.getpid(), parent)}
@@ -156,8 +156,8 @@ def _ancestors(pid: int, parent: dict[int, int]) -> set[int]:
 
 
 def _may_hold_gpu(pid: int) -> bool:
-    """False where the process has no device file of the driver open, as whoever computes has: in a
-    container the driver may give the numbers of the host, which mean other processes here."""
+    """False if the process has no device file of the driver open, which every process on a GPU has.
+    In a container the driver may report ids of the host, which name other processes here."""
     if not _CONTROL_NODE.exists():
         return True
     try:

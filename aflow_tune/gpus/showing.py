@@ -1,7 +1,7 @@
-"""The GPUs as text: once, or again and again until Ctrl-C, on a terminal in place.
+"""The GPUs as text: once, or repeatedly until Ctrl-C, in place on a terminal.
 
-Kept lines of JSON hold no arguments of programs: these may be secrets, and a file is read by more
-people than a screen.
+Lines of JSON omit the arguments of commands: these may be secrets, and more people read a log file
+than a screen.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def render(now: Snapshot, width: int = _LONGEST) -> str:
 
 
 def process_line(process: GpuProcess) -> str:
-    """Number, user, kind, memory, start, command."""
+    """A process in one line: id, user, kind, memory, start, command."""
     seen = process.seen
     memory = "?" if process.memory is None else f"{process.memory / _GIB:.1f} GiB"
     user, since = "?", "?"
@@ -75,9 +75,9 @@ def _device_lines(device: Device, indent: str = "") -> list[str]:
 
 
 def watch(interval: float, *, owner: int, log: Path | None = None, as_json: bool = False) -> None:
-    """Show the GPUs every `interval` seconds until Ctrl-C, as lines of JSON if `as_json`; `log`: a
-    file that gets such lines. `owner`: whose processes are `own` in JSON. NvmlUnavailable: there is
-    no driver to ask. OSError: the log cannot be written."""
+    """Show the GPUs every `interval` seconds until Ctrl-C, as lines of JSON if `as_json`. `log`: a
+    file to append such lines to. `owner`: the user id whose processes are `own` in JSON.
+    NvmlUnavailable: no driver, or one that refuses. OSError: the log cannot be written."""
     due = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):
         while True:
@@ -88,12 +88,12 @@ def watch(interval: float, *, owner: int, log: Path | None = None, as_json: bool
             at = time.strftime("%H:%M:%S")
             if as_json:
                 text = logged(now, owner)
-            elif sys.stdout.isatty():  # over the picture before
+            elif sys.stdout.isatty():  # overwrite the previous screen
                 lines = f"{at}  {render(now, width)}".splitlines()[: height - 2]
                 text = "\n".join(["\x1b[H\x1b[2J", *lines, "Ctrl-C ends"])
             else:
                 text = f"{at}  {render(now)}\n"
-            print(text, flush=True)  # the reader may be a pipe
+            print(text, flush=True)  # stdout may be a pipe
             due = max(due + interval, time.monotonic())
             time.sleep(max(0.0, due - time.monotonic()))
 
@@ -109,5 +109,5 @@ def logged(now: Snapshot, owner: int) -> str:
 
 
 def append(path: Path, now: Snapshot, owner: int) -> None:
-    """Raises as `append_line`."""
+    """Append `logged(now, owner)` to a file. Raises as `append_line`."""
     append_line(path, logged(now, owner).encode() + b"\n")

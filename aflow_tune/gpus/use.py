@@ -1,7 +1,7 @@
-"""How much a run uses its GPUs: a thread that asks the driver once a second and keeps means.
+"""GPU utilisation of a run: a thread that asks the driver once a second and records means.
 
-Nothing that goes wrong here may harm the run: what cannot be asked or written is said once, and the
-thread ends.
+Errors here must not harm the run: if the driver cannot be asked or the record cannot be written,
+the thread warns once and ends.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from aflow_tune.gpus.devices import Device, NvmlUnavailable, use_and_memory
 
 INTERVAL_SECONDS = 1.0
 LOW_USE = 0.5
-"""Below this mean share the report warns."""
+"""The report warns below this mean share."""
 
 
 @dataclass
 class _Sum:
-    """Of one device since the last record."""
+    """Totals of one device since the last record."""
 
     share_seconds: float = 0.0
     seconds: float = 0.0
@@ -37,14 +37,14 @@ class UseLog:
     """`with UseLog(devices, step, write, warn): ...`
 
     Args:
-        devices: what is watched; those whose UUID is unknown are left out.
-        step: the number of the last step that the run finished; asked at every look.
-        write: takes a step and its numbers: `gpu/use` (mean share over devices and time),
-            `gpu/seconds` (the time it was measured over), and for each device `gpu/LABEL/use`
-            and `gpu/LABEL/memory_gib` (its peak).
-        warn: told once if the record ends.
-        most: how many of the devices the run uses, where it cannot be told which: the mean is
-            that of the busiest so many.
+        devices: the devices to watch; those whose UUID is unknown are left out.
+        step: returns the last step that the run finished; called once a second.
+        write: takes a step and its metrics: `gpu/use` (mean share over devices and time),
+            `gpu/seconds` (the time that it covers), and for each device `gpu/LABEL/use` and
+            `gpu/LABEL/memory_gib` (its peak).
+        warn: called once with a message if recording ends early.
+        most: how many of the devices the run uses, if it is unknown which: the mean is over so
+            many of the busiest.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class UseLog:
 
     def __enter__(self) -> UseLog:
         if self._labels:
-            with contextlib.suppress(RuntimeError):  # no more threads
+            with contextlib.suppress(RuntimeError):  # no thread can be started
                 self._thread.start()
         return self
 

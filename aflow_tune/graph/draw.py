@@ -1,7 +1,7 @@
-"""A graph for people to look at: Mermaid, SVG, words for a terminal.
+"""Shows a graph to people: as Mermaid, as SVG, as text for a terminal.
 
-One box for each call in the source, named by its operator instance, with arrows for what flows
-where. With traces (`measure`), the numbers of an instance are in its first box.
+Each call in the source is a box, named by its operator instance; arrows show the data flow. With
+traces (`measure`), the numbers of an instance are in its first box.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ MAX_LABEL = 48  # characters of one line in a box
 
 @dataclass
 class Measured:
-    """What one operator instance did over all traced runs."""
+    """What one operator instance did over all traced rollouts."""
 
     calls: int = 0
-    """Of the operator; for direct calls of the model, of the model."""
+    """Calls of the operator; for the caller `llm`, direct calls of the model."""
     tokens: int = 0
-    """Prompt and completion, as far as they are known."""
+    """Prompt and completion; calls without a reported usage count 0."""
     failures: int = 0
     reward_share: float | None = None
-    """Credit, not cause: each run's reward is split evenly over its model calls and summed by who
-    made them. None where no run has a reward, or rewards are not all of one sign."""
+    """Credit, not cause: each rollout's reward is split evenly over its model calls and summed by
+    caller. None if no rollout has a reward, or the rewards sum to 0 or differ in sign."""
 
 
 def measure(runs: Sequence[tuple[Trace, float | None]]) -> dict[str, Measured]:
-    """Numbers by caller, `Operator.instance` or `llm`, from traces with their rewards."""
+    """Numbers by caller, `Operator.instance` or `llm`, from each rollout's trace and reward."""
     measured: dict[str, Measured] = {}
     earned: dict[str, float] = {}
     for trace, reward in runs:
@@ -46,7 +46,7 @@ def measure(runs: Sequence[tuple[Trace, float | None]]) -> dict[str, Measured]:
             who = call.caller.rpartition("/")[2]
             row = measured.setdefault(who, Measured())
             row.tokens += (call.prompt_tokens or 0) + (call.completion_tokens or 0)
-            if "." not in who:  # no operator counts it
+            if "." not in who:  # a direct call, which no OperatorCall counts
                 row.calls += 1
                 row.failures += call.failure is not None
             if reward is not None:
@@ -61,13 +61,13 @@ def measure(runs: Sequence[tuple[Trace, float | None]]) -> dict[str, Measured]:
 
 @dataclass
 class _Box:
-    number: int  # `PROBLEM`, `ANSWER` or the node's
+    number: int  # `PROBLEM`, `ANSWER` or the number of the node
     lines: Sequence[str]
     repeats: bool = False
-    failed: bool = False  # in the traces
+    failed: bool = False  # whether a call failed in the traces
     row: int = 0
-    x: float = 0.0  # of its middle
-    y: float = 0.0  # of its upper edge
+    x: float = 0.0  # of the centre
+    y: float = 0.0  # of the upper edge
 
     def __post_init__(self) -> None:
         self.id = {PROBLEM: "problem", ANSWER: "answer"}.get(self.number, f"n{self.number}")
@@ -76,14 +76,14 @@ class _Box:
 
 
 def _boxes(flow: Flow, measured: Mapping[str, Measured] | None) -> dict[int, _Box]:
-    """The boxes by number, from the problem to the answer, in the order of the source."""
+    """Boxes by number, from the problem to the answer, in source order."""
     left = dict(measured or {})
     boxes = {PROBLEM: _Box(PROBLEM, ("problem",))}
     for node in flow.nodes:
         lines = [f"{node.instance}: {node.operator}" if node.operator else node.instance]
         lines += [", ".join(node.prompts)] if node.prompts else []
         lines += [f"repeats: {label}" for _, label in node.loops]
-        # How calls are attributed in traces and experiences.
+        # The name of the caller in traces and experiences.
         who = f"{node.operator}.{node.instance}" if node.operator else node.instance
         numbers = left.pop(who, None)
         if numbers is not None:
@@ -98,7 +98,7 @@ def _boxes(flow: Flow, measured: Mapping[str, Measured] | None) -> dict[int, _Bo
 
 
 def shortened(text: str, most: int = MAX_LABEL) -> str:
-    """One line of printable characters, at most so many."""
+    """The text as one line of at most `most` printable characters."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
@@ -124,7 +124,7 @@ def to_mermaid(flow: Flow, measured: Mapping[str, Measured] | None = None) -> st
 
 
 def escape_mermaid(text: str) -> str:
-    """Text as Mermaid shows it and never reads it: all but plain characters as numbers."""
+    """Text that Mermaid shows literally: all but plain characters become character codes."""
     plain = " _-.,:()"
     return "".join(
         c if (c.isascii() and c.isalnum()) or c in plain or ord(c) > 127 else f"#{ord(c)};"
@@ -132,13 +132,13 @@ def escape_mermaid(text: str) -> str:
     )
 
 
-# SVG: the row of a box is the longest way to it from the problem. Arrows back to an earlier box run
+# SVG: the row of a box is the longest path to it from the problem. Arrows back to an earlier box go
 # along the right side. Built as an element tree, which escapes every text; no scripts, no links.
-# Lengths are pixels at the font size of 12.
+# Lengths are in pixels at font size 12.
 
 _CHAR_WIDTH, _LINE_HEIGHT, _PADDING = 7.3, 17.0, 10.0
 _GAP_X, _GAP_Y, _MARGIN = 36.0, 46.0, 24.0
-_BACK_ROOM = 34.0  # that an arrow along the right side keeps from its boxes
+_BACK_ROOM = 34.0  # between the boxes and each arrow along the right side
 _STYLE = (
     "text{font:12px ui-monospace,Menlo,Consolas,monospace;fill:#1b1f24}"
     ".name{font-weight:600}.box{fill:#f6f8fa;stroke:#57606a}.end{fill:#ddf4ff;stroke:#0969da}"
@@ -151,7 +151,7 @@ _STYLE = (
 def to_svg(
     flow: Flow, measured: Mapping[str, Measured] | None = None, title: str = "operator graph"
 ) -> str:
-    """The picture as the text of an SVG file."""
+    """The graph as the text of an SVG file."""
     boxes = _boxes(flow, measured)
     _place(boxes, flow.edges)
     back = [edge for edge in flow.edges if boxes[edge.source].row >= boxes[edge.target].row]
@@ -226,7 +226,7 @@ def _px(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-# Words
+# Text for a terminal
 
 _WORDS = {"data": "feeds", "carried": "feeds, in its next turn,", "decides": "decides about"}
 

@@ -1,10 +1,10 @@
-"""Which call of an operator feeds which: the edges of a graph, found in its source.
+"""The data flow of a graph, found in its source: which operator call feeds which.
 
-`__call__` is followed statement by statement with an environment that maps each name to the calls
-whose results it may hold, on any path. A call of an operator is a node, with an edge from every
-node whose result may be in its arguments, and a 'decides' edge from those in the condition around
-it. Loop bodies are followed twice: what only the second pass finds is carried to the next turn.
-Code that hides its data (setattr, globals, exec) is not seen. Nothing is run.
+An abstract interpretation of `__call__`: an environment maps each name to the calls whose results
+it may hold on any path. An operator call is a node, with an edge from every node whose result may
+be in its arguments, and a 'decides' edge from those in the conditions around it. Loop bodies are
+followed twice: an edge that only the second pass finds is 'carried' to the next iteration. Code
+that hides its data flow (setattr, globals, exec) is not seen. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ PROBLEM = -1  # source of edges: what the workflow was called with
 ANSWER = -2  # target of edges: what it returns
 MODEL = "llm"  # instance name of a direct call of the graph's model
 Place = tuple[int, int, int | None, int | None]
-"""Where an expression begins and ends, line and column, as the parser counts them."""
+"""Start and end of an expression, line and column, as `ast` counts them."""
 Loop = tuple[int, str]
-"""A loop around calls: its line and its head."""
+"""A loop around calls: its line and the text of its head."""
 Handle = tuple[str, str]
-"""An operator that was built: its instance and its name; (MODEL, "") for the model."""
+"""A built operator as (instance, operator name); (MODEL, "") for the model."""
 
-_MAX_DEPTH = 8  # of helper functions that call each other
+_MAX_DEPTH = 8  # of nested calls of helper functions
 _MAX_STEPS = 50_000
-"""Expressions that are looked at: a graph whose helpers multiply is cut off here."""
+"""Expressions evaluated, each helper anew at every call; beyond that the flow is incomplete."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Node:
 
 @dataclass(frozen=True, order=True)
 class Edge:
-    """`kind` is 'data', 'carried' (to a later turn of a loop) or 'decides' (a condition)."""
+    """`kind` is 'data', 'carried' (to a later loop iteration) or 'decides' (a condition)."""
 
     source: int
     target: int
@@ -60,15 +60,15 @@ class Flow:
     nodes: list[Node] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     calls: dict[Place, frozenset[Handle]] = field(default_factory=dict)
-    """Which operators (or the model) each call may reach, through dicts and variables too."""
+    """Operators (or the model) that each call may reach, also through dicts and variables."""
     handed_on: dict[Handle, int] = field(default_factory=dict)
-    """Operators that code which is not followed gets hold of, with the line."""
+    """Operators passed to code that is not followed, with the line."""
     models: set[str] = field(default_factory=set)  # names of the graph's model, such as `self.llm`
-    complete: bool = True  # False: it was too large to be followed to its end
+    complete: bool = True  # False: it was too large to follow to the end
 
 
 def trace_flow(shape: Shape) -> Flow:
-    """The calls of a workflow and what flows between them; empty where there is none."""
+    """The calls of a workflow and what flows between them; empty if there is no workflow."""
     walk = _Walk(shape, workflow_methods(shape))
     try:
         walk.start()
@@ -79,12 +79,12 @@ def trace_flow(shape: Shape) -> Flow:
 
 
 def place_of(node: ast.expr) -> Place:
-    """Its place, which two trees of one source share."""
+    """The position of a node, which is the same in two parses of one source."""
     return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
 
 
 class _CutOff(Exception):
-    """The graph is too large to be followed to its end."""
+    """The graph is too large to follow to the end."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class _Value:
     sources: frozenset[int] = frozenset()
     handles: frozenset[Handle] = frozenset()
     prompts: frozenset[str] = frozenset()
-    kinds: frozenset[str] = frozenset()  # operators as classes
+    kinds: frozenset[str] = frozenset()  # operator classes, not yet built
     functions: tuple[ast.AST, ...] = ()
     workflow: bool = False  # whether it may be the workflow, `self`
 
@@ -105,13 +105,13 @@ _KEEPING = frozenset(
      "list", "next", "print", "random", "reversed", "setdefault", "tuple", "update", "values",
      "zip")
 )  # fmt: skip
-"""Functions that keep what they are given, without calling it."""
+"""Functions that do not call their arguments."""
 _LEAVING = (ast.Return, ast.Break, ast.Continue, ast.Raise)
-_Env = dict[str, _Value]  # by name: `x`, `self.x`, and `x['key']` where the key is written out
+_Env = dict[str, _Value]  # by name: `x`, `self.x`, and `x['key']` for literal keys
 
 
 def _join(*values: _Value) -> _Value:
-    """What may be any of them."""
+    """A value that may be any of these."""
     told = [value for value in values if value is not _NOTHING]
     if len(told) < 2:
         return told[0] if told else _NOTHING
@@ -141,8 +141,8 @@ class _Walk:
         self.flow = Flow()
         self.loops: tuple[Loop, ...] = ()
         self.conditions: frozenset[int] = frozenset()
-        self.stops: frozenset[int] = frozenset()  # what decided so far whether to leave the loop
-        self.repeating = False  # in the second pass over a loop's body: what is new was carried
+        self.stops: frozenset[int] = frozenset()  # nodes that decided whether to leave the loop
+        self.repeating = False  # in the second pass over a loop body, where new edges are carried
         self.depth = self.steps = 0
         self.returned: list[_Value] = []
 
@@ -153,7 +153,7 @@ class _Walk:
         env: _Env = {node.name: _Value(functions=(node,)) for node in functions}
         if "__init__" in self.methods:
             self.block(self.methods["__init__"].body, env)
-            # What the constructor computes is the same for every run.
+            # What the constructor computes does not depend on the problem.
             for made in (self.nodes, self.edges, self.returned):
                 made.clear()
             env = {name: replace(value, sources=frozenset()) for name, value in env.items()}
@@ -197,7 +197,7 @@ class _Walk:
                     body and isinstance(body[-1], _LEAVING)
                     for body in (statement.body, statement.orelse)
                 ):
-                    # What follows, and the next turn, run only if this did not end it here.
+                    # What follows, and the next iteration, run only if this branch did not leave.
                     decided = self.tested(statement.test, env)
                     self.conditions |= decided
                     self.stops |= decided
@@ -232,7 +232,7 @@ class _Walk:
             before = dict(env)
             self.block(node.body, env)
             ends = []
-            for handler in node.handlers:  # which may be entered from anywhere in the body
+            for handler in node.handlers:  # may be entered from anywhere in the body
                 ends.append(_merged([before, env]))
                 self.block(handler.body, ends[-1])
             self.block(node.orelse, env)
@@ -290,7 +290,7 @@ class _Walk:
             item, owner = _item(target), f"{_name(target.value)}["
             kept = {name: held for name, held in env.items() if name.startswith(owner)}
             self.assign(target.value, _join(value, key), env, add=True)
-            if item is not None:  # else it cannot be told which one it is
+            if item is not None:  # else the key is unknown
                 env |= {**kept, item: value}
         elif (name := _name(target)) is not None:
             self.put(name, _join(env.get(name, _NOTHING), value) if add else value, env)
@@ -374,7 +374,7 @@ class _Walk:
         arguments = _join(*given, *named.values())
         if called == "getattr" and len(node.args) > 1:
             arguments = _join(arguments, self.looked_up(node, env))
-        func, is_handle = node.func, True  # whether a handle itself is called, not its method
+        func, is_handle = node.func, True  # the handle itself is called, not one of its methods
         if isinstance(func, ast.Attribute) and func.attr in ("aask", "__call__"):
             func = func.value
         elif isinstance(func, ast.Attribute):
@@ -403,7 +403,7 @@ class _Walk:
         if called not in _KEEPING:
             for handle in arguments.handles:
                 self.flow.handed_on.setdefault(handle, node.lineno)
-        # Whatever an unknown function returns may hold what it was given.
+        # An unknown function may return its arguments.
         return replace(_join(target, arguments, *passed), functions=())
 
     def looked_up(self, node: ast.Call, env: _Env) -> _Value:
@@ -429,7 +429,7 @@ class _Walk:
     def follow(
         self, function: ast.AST, given: Sequence[_Value], named: dict[str | None, _Value], env: _Env
     ) -> _Value:
-        """What a function of the graph returns for these arguments."""
+        """What a function of the graph may return for these arguments."""
         if self.depth >= _MAX_DEPTH or not isinstance(function, (Function, ast.Lambda)):
             return _NOTHING
         arguments = function.args
@@ -448,7 +448,7 @@ class _Walk:
                 return self.value(function.body, inner)
             self.block(function.body, inner)
             value = _join(*self.returned)
-        # What the function keeps on the workflow stays.
+        # What the function stores on the workflow persists.
         env |= {name: held for name, held in inner.items() if name.startswith("self.")}
         return value
 
@@ -466,12 +466,12 @@ def _name(node: ast.expr) -> str | None:
 
 
 def _item(node: ast.Subscript) -> str | None:
-    """`self.steps["check"]` as a name of the environment, where the key is written out."""
+    """`self.steps["check"]` as a name of the environment; None unless the key is a literal."""
     name = _name(node.value)
     fits = name is not None and isinstance(node.slice, ast.Constant)
     return f"{name}[{node.slice.value!r}]" if fits else None  # type: ignore[attr-defined]
 
 
 def _of_self(env: _Env) -> _Value:
-    """Whatever the workflow holds."""
+    """Anything that the workflow holds."""
     return _join(*(value for name, value in env.items() if name.startswith("self.")))

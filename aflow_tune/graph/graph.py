@@ -1,12 +1,12 @@
 """`load_graph` and `Graph`: a workflow over operators with its prompts, as one value.
 
-A graph is its texts: it can be pickled to a worker that has none of its files, run many times at
-once, given other prompts, drawn, and written back. Loading executes nothing of it.
+A graph consists of its source texts: it can be pickled to a worker that has none of its files, run
+concurrently, given other prompts, drawn, and written back. Loading executes none of its code.
 
-Our form on disk is a folder with `graph.py` and `prompts.json`, an object from the name of a
-prompt constant, of an operator's instance or of an operator to its text (for an operator with
-several prompts, to an object of texts). AFlow's form is a `round_N` folder with `graph.py` and
-`prompt.py`. Both may be mixed; prompts.json wins.
+On disk, our form is a folder with `graph.py` and `prompts.json`, which maps the name of a prompt
+constant, an operator instance or an operator to its text (for an operator with several prompts, to
+an object of texts). AFlow's form is a `round_N` folder with `graph.py` and `prompt.py`. The two may
+be mixed; prompts.json wins.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ PromptText = str | Mapping[str, str]
 
 
 def bare(name: str) -> str:
-    """The name of an instance or operator as others spell it: `SC_ENSEMBLE`, `self.solve`."""
+    """A name without prefix, underscores and case: equal for `SC_ENSEMBLE` and `ScEnsemble`."""
     return name.rpartition(".")[2].replace("_", "").casefold()
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A loaded graph. Change it with `with_prompts`; run it with `run`."""
+    """A loaded graph. `with_prompts` returns one with other prompts; `run` executes it."""
 
-    label: str  # the folder that it was loaded from, for messages
+    label: str  # the folder it was loaded from, for messages
     sources: Mapping[str, str]  # graph.py, and prompt.py where there is one
     prompts: Mapping[str, PromptText] = field(default_factory=dict)
-    """Prompts that win over those of the files, by constant, instance or operator."""
+    """Prompts that override prompt.py and the operators', by constant, instance or operator."""
     dataset: str | None = None
-    """Of a path `.../DATASET/workflows/round_N`, or of the imports; so is `round`."""
+    """From the path `.../DATASET/workflows/round_N`, else from the imports, as is `round`."""
     round: int | None = None
-    trust: bool = False  # its code runs in this process, with your rights
+    trust: bool = False  # whether its code runs in this process, outside the sandbox
     operators: Mapping[str, type[Operator]] = field(default_factory=dict)
-    """Operators of the user's that it may name, besides those of the registry."""
+    """The user's operators that it may name, besides those of the registry."""
     instructions: Mapping[str, str] = field(default_factory=dict)
-    """Words without placeholders, by instance, or by operator for instances without own words. Its
-    code reads them as `self.prompts["name"]` (else empty) and `prompt_custom.name`. An operator
-    gets them as its argument `instruction` where its call has one and the code leaves it empty;
-    else they come in front of its main prompt."""
+    """Texts without placeholders, by instance, or by operator for instances without their own. The
+    graph's code reads them as `self.prompts["name"]` (empty if missing) and `prompt_custom.name`.
+    If a call takes the argument `instruction` and the code leaves it empty, the text goes there;
+    if a call takes none, it goes in front of the operator's main prompt."""
 
     @property
     def known(self) -> dict[str, type[Operator]]:
-        """Every operator that it may name, by name."""
+        """Every operator that the graph may name, by name."""
         return {**OPERATORS, **self.operators}
 
     @functools.cached_property
     def shape(self) -> Shape:
-        """What its source says about it."""
+        """What static analysis of its source finds: operators, prompts, faults."""
         named = {*self.prompts, *self.instructions}
         return examine(self.sources, sorted(self.known), named, self.label)
 
@@ -78,8 +78,8 @@ class Graph:
 
     @functools.cached_property
     def told(self) -> dict[str, str]:
-        """`instructions` also under each instance and operator that they mean: an instance's name
-        means it alone, `custom` and `operator.Custom` every `Custom` without words of its own."""
+        """`instructions`, also under each instance and operator that they apply to: an instance's
+        name is for it alone, `custom` or `operator.Custom` for every `Custom` without its own."""
         instances = self.shape.instances
         meant = {
             bare(name): text for name, text in self.instructions.items() if name not in instances
@@ -92,7 +92,7 @@ class Graph:
 
     @property
     def constants(self) -> dict[str, str]:
-        """The prompts that win over prompt.py's, as `prompt_custom` offers them."""
+        """The prompts that override constants of prompt.py, read as `prompt_custom.NAME`."""
         own = self.operator_prompts
         texts = {name: text for name, text in self.prompts.items() if name not in own}
         return {name: text for name, text in texts.items() if isinstance(text, str)}
@@ -103,14 +103,14 @@ class Graph:
         return {name: text for name, text in self.prompts.items() if self._operator_of(name)}
 
     def _operator_of(self, name: str) -> str | None:
-        """The operator that a name of a prompt means; None for a constant."""
+        """The operator that the name of a prompt refers to; None for a constant."""
         instances = self.shape.instances
         operator, _, instance = name.partition(".")
         fits = operator in self.known and (not instance or instance in instances)
         return instances.get(name, operator if fits else None)
 
     def prompt_faults(self) -> list[Fault]:
-        """What is wrong with the prompts for operators: unknown names, missing placeholders."""
+        """Faults of the prompts for operators: unknown prompts, missing or unknown placeholders."""
         faults = []
         for name, texts in self.operator_prompts.items():
             kind = self.known.get(self._operator_of(name) or "")
@@ -119,10 +119,10 @@ class Graph:
         return faults
 
     def with_prompts(self, prompts: Mapping[str, PromptText]) -> Graph:
-        """The same graph with other texts: for constants of `prompt_custom`, instances, operators.
+        """A copy with other texts for constants of `prompt_custom`, instances or operators.
 
         Raises:
-            BadInput: a name that the graph has no use for, or a text that does not fit.
+            BadInput: a name that the graph does not have, or a text that does not fit.
         """
         texts, faults = _checked_prompts(prompts, self.label)
         constants = {*self.shape.constants, *self.prompts}
@@ -150,18 +150,18 @@ class Graph:
         sandbox: str = "auto",
         dataset: str | None = None,
     ) -> GraphRun:
-        """Run the graph on one problem. How it ended is in the result, never an exception.
+        """Run the graph on one problem. Failures of the graph are in the result, not raised.
 
         Args:
-            entry_point: name of the function to write; for graphs that take one.
+            entry_point: name of the function to write, for graphs that take one.
             model: the policy, as `aflow_tune.models.as_client` takes it.
             clients: other models by role.
-            models: role by instance name, operator name or the graph's own name of a model.
-            sandbox: policy of the sandbox for the graph's code.
-            dataset: handed to the graph; None for that of its folder.
+            models: role by instance, operator or the name that the graph uses for a model.
+            sandbox: sandbox policy for the graph's code; a trusted graph runs without one.
+            dataset: passed to the graph. None: the one of the folder, else `DEFAULT_DATASET`.
 
         Raises:
-            BudgetReached: the budget in front of a model is used up.
+            BudgetReached: the budget of the run is spent.
             BadInput: the graph takes an entry point and got none, or `models` names a role
                 without a client.
         """
@@ -197,7 +197,7 @@ class Graph:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is derived is derived again where the graph arrives.
+        # Cached properties are computed again on the worker.
         derived = ("shape", "flow", "told")
         return {name: value for name, value in vars(self).items() if name not in derived}
 
@@ -208,7 +208,7 @@ def load_graph(
     trust: bool = False,
     operators: Mapping[str, type[Operator]] | None = None,
 ) -> Graph:
-    """As `read_graph`; `BadInput` with every fault that would keep the graph from running."""
+    """As `read_graph`, but raises `BadInput` with every fault if the graph has any."""
     graph = read_graph(path, trust=trust, operators=operators)
     faults = [*graph.shape.faults, *graph.prompt_faults()]
     if faults:
@@ -222,12 +222,12 @@ def read_graph(
     trust: bool = False,
     operators: Mapping[str, type[Operator]] | None = None,
 ) -> Graph:
-    """Load a graph from our form or from a `round_N` folder of AFlow. Runs none of it. It may be
-    faulty: see `Graph.shape.faults`.
+    """Load a graph without executing it. It may have faults: see `Graph.shape.faults`.
 
     Args:
-        trust: True: its code will run in this process, with your rights.
-        operators: of the user's, by name, that it may use besides those of the registry.
+        path: a folder in our form or AFlow's, or the graph.py in it.
+        trust: whether its code may run in this process, outside the sandbox.
+        operators: the user's, by name, that it may use besides those of the registry.
 
     Raises:
         BadInput: there is no graph, or its files cannot be read.
@@ -255,7 +255,7 @@ def read_graph(
     if faults + wrong:
         raise BadInput(f"The graph at {path} cannot be read.", faults + wrong)
     source = sources[inside.GRAPH_FILE]
-    # Data set and round: by the folder's place, or else by the imports of graph.py.
+    # Data set and round: from the path of the folder, else from the imports of graph.py.
     resolved = folder.resolve()
     number = re.fullmatch(r"round_(\d+)", resolved.name)
     dataset: str | None = resolved.parent.parent.name
@@ -271,7 +271,7 @@ def _text(path: Path, label: str, faults: list[Fault]) -> str | None:
         return None
     try:
         if path.is_symlink():
-            # A graph from elsewhere could point at a file of yours and have it sent to a model.
+            # A link in a downloaded graph could have a private file sent to a model.
             found = f"a link to {path.readlink()}"
         elif path.stat().st_size > 4 * MAX_SOURCE_CHARS:
             found = f"{path.stat().st_size} bytes"
@@ -285,7 +285,7 @@ def _text(path: Path, label: str, faults: list[Fault]) -> str | None:
 
 
 def _checked_prompts(given: Any, where: str) -> tuple[dict[str, PromptText], list[Fault]]:
-    """Prompts as a mapping of names to texts, or what is wrong with them."""
+    """The well-formed prompts, and a fault for each of the others."""
     expected = "an object from names to texts, or to objects of texts"
     fix = 'write {"NAME": "text"}'
     if not isinstance(given, Mapping):

@@ -1,12 +1,12 @@
-"""What runs beside a graph's code: the modules that it imports, and its way to the outside.
+"""The program around a graph's code in the sandbox: shims for AFlow's modules, and the channel.
 
 A graph written for AFlow imports its operators, prompts and model from modules of that project.
 Here they are shims: each call of an operator or of the model is one message to the parent process,
-which alone holds them. Everything else that a graph imports is Python's own.
+which alone holds them. All other imports are Python's own.
 
-This file is the whole program in the sandbox, where nothing of this project is installed: it needs
-the standard library only. It guards nothing: what the graph's code may do is decided by the sandbox
-around the process and by `run.py`, which believes no message.
+This file is the whole program in the sandbox, where this project is not installed: it uses only the
+standard library. It is no security boundary: the sandbox around the process limits what the graph's
+code may do, and `run.py` trusts no message.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROMPT_FILE = "prompt.py"
 
 MAX_TEXT = 2000  # characters of an exception's text
 FOREIGN_PACKAGES = ("workspace", "scripts", "metagpt")
-"""Top-level packages of AFlow: a module of theirs without a shim is not to be had."""
+"""Top-level packages of AFlow; their modules without a shim cannot be imported."""
 
 _MODULES = {
     "scripts.async_llm": "model",
@@ -55,18 +55,18 @@ NAMES_OF = {
     "cost": ("CostManager",),
     "log": ("logger",),
 }
-"""What the shims offer, operators and prompts apart."""
+"""Names that each shim offers, besides operators and prompts."""
 
 
 def shim_of(module: str) -> str | None:
-    """Which shim stands in for a module of this absolute name, or None."""
+    """The shim for a module of this absolute name, or None."""
     if module in _MODULES:
         return _MODULES[module]
     return next((kind for ending, kind in _ENDINGS if ending.search(f".{module}")), None)
 
 
 def absolute(module: str, level: int) -> str:
-    """The name of a module that a graph imports, with the dots in front resolved."""
+    """The absolute name of an imported module, with leading dots resolved."""
     if not level:
         return module
     package = _HOME.split(".")[: max(0, 3 - level)]
@@ -74,11 +74,11 @@ def absolute(module: str, level: int) -> str:
 
 
 class CallFailed(RuntimeError):
-    """An operator or a model outside failed; the message says how."""
+    """An operator or model in the parent process failed; the message says how."""
 
 
 class LLMConfig:
-    """What a graph gets as `llm_config`. The parent decides what it stands for."""
+    """The `llm_config` of a graph. The parent process decides which model it means."""
 
     def __init__(self, config: Any = None) -> None:
         self.model, self.temperature, self.top_p = "policy", 1, 1
@@ -86,8 +86,8 @@ class LLMConfig:
 
 
 class Usage:
-    """Tokens and US dollars that one model of a graph has cost so far, as the parent counts them;
-    the cost is not a number once a price was unknown."""
+    """Tokens and US dollars that one model of a graph has used so far, as the parent counts them;
+    the cost is NaN once a price was unknown."""
 
     def __init__(self) -> None:
         self.total_prompt_tokens = self.total_completion_tokens = self.call_count = 0
@@ -114,7 +114,7 @@ class Usage:
 
 
 class Model:
-    """A graph's handle on a model. `config` names it; the parent knows which that is."""
+    """A graph's handle on a model, named by `config`; the parent maps the name to a client."""
 
     def __init__(self, request: Any, config: Any) -> None:
         self._request = request
@@ -126,7 +126,7 @@ class Model:
         return await self.aask(prompt)
 
     async def aask(self, msg: str, system_msgs: Any = None, **_: Any) -> str:
-        """MetaGPT's name for a call."""
+        """One call of the model, under MetaGPT's name for it."""
         system = "\n".join(system_msgs) if isinstance(system_msgs, (list, tuple)) else system_msgs
         message = {"call": "model", "model": self._name, "prompt": msg, "system": system}
         reply = await self._request(message)
@@ -138,13 +138,13 @@ class Model:
 
     def count(self, usage: dict[str, Any]) -> None:
         self.usage_tracker.add(usage)
-        # MetaGPT's graphs put a manager of their own in its place.
+        # MetaGPT's graphs assign their own cost manager.
         if self.cost_manager is not self.usage_tracker and isinstance(self.cost_manager, Usage):
             self.cost_manager.add(usage)
 
 
 class Operator:
-    """A graph's handle on an operator. Its class's name is the operator's, or derives from it."""
+    """A graph's handle on the operator `_operator`; a graph may subclass it."""
 
     _modules: Any = None
     _operator = ""
@@ -176,24 +176,24 @@ class Operator:
 
 
 class Instructions(dict[str, str]):
-    """A workflow's `self.prompts`: instruction by operator instance, else an empty text."""
+    """A workflow's `self.prompts`: instructions by instance, '' for missing keys."""
 
     def __missing__(self, name: Any) -> str:
         return ""
 
 
 def instruct(workflow: Any, given: dict[str, str]) -> None:
-    """Put the instructions into `prompts` of a workflow or its class, beside what is there."""
+    """Merge the instructions into `prompts` of a workflow or its class, over those there."""
     own = getattr(workflow, "prompts", None)
     if own is None or (given and isinstance(own, dict)):
         try:
             workflow.prompts = Instructions({**(own or {}), **given})
         except (AttributeError, TypeError):
-            return  # a class that takes no attributes can read none
+            return  # no attribute can be set, so none can be read
 
 
 class _Log:
-    """Stands for AFlow's logger: a graph's log goes nowhere."""
+    """Replaces AFlow's logger and discards everything."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: None
@@ -209,7 +209,7 @@ _numbers = itertools.count()
 
 
 class Modules:
-    """A graph's modules for one run: the shims, prompt.py and graph.py itself."""
+    """A graph's modules for one execution: the shims, prompt.py and graph.py."""
 
     def __init__(self, setup: dict[str, Any], sources: dict[str, str], send: Any) -> None:
         self._number = next(_numbers)
@@ -237,7 +237,7 @@ class Modules:
         prompts = self._load(PROMPT_FILE) if PROMPT_FILE in sources else _module("prompt")
         vars(prompts).update({**setup["instructions"], **vars(prompts), **setup["prompts"]})
         self._shims["prompt"] = prompts
-        # AFlow's optimizer promises these names without an import.
+        # Graphs of AFlow's optimizer use these names without importing them.
         self.graph = self._load(
             GRAPH_FILE,
             operator=self._shims["operator"],
@@ -251,13 +251,13 @@ class Modules:
         name = f"aflow_graph_{self._number}_{file.removesuffix('.py')}"
         module = _module(name, **names, __file__=label, __package__="")
         vars(module)["__builtins__"] = {**vars(builtins), "__import__": self.import_}
-        sys.modules[name] = module  # dataclasses look their module up by its name
+        sys.modules[name] = module  # dataclasses look up their module by name
         self._loaded.append(name)
         exec(compile(self._sources[file], label, "exec"), vars(module))
         return module
 
     def close(self) -> None:
-        """Forget the modules, so that many runs in one process leave nothing behind."""
+        """Remove the modules from `sys.modules`, so that they do not pile up in one process."""
         for name in self._loaded:
             sys.modules.pop(name, None)
 
@@ -265,12 +265,12 @@ class Modules:
         reply = await self._send(message)
         if "error" in reply:
             kind, text = reply["error"]
-            # Wrong arguments fail in a graph as they would without a parent in between.
+            # Wrong arguments raise the same exception as in a local call.
             raise TypeError(text) if kind == "TypeError" else CallFailed(f"{kind}: {text}")
         return reply
 
     def instance_name(self, kind: str) -> str:
-        """The name of the operator being built: by its place in graph.py, else by counting."""
+        """The instance name of the operator being built: by its place in graph.py, else counted."""
         frame: Any = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename == f"<graph {self._number}>/{GRAPH_FILE}":
@@ -322,11 +322,11 @@ async def run(
             instance), `dataset`, `model` and `arguments`, which are passed in order.
         sources: the graph's files by name.
         send: takes a message, returns the reply.
-        built: called when the workflow has been constructed.
+        built: called once the workflow has been constructed.
 
     Returns:
         `{"end": "answer", "answer"}`, or `{"end": "raised", "kind", "text", "place"}`; `place` is
-        `file:line` in the graph's files, or empty.
+        `file:line` in the graph's files, or empty. Exceptions of the graph are never raised.
     """
     modules = None
     try:
@@ -366,7 +366,7 @@ def _raised(error: BaseException) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The program in the sandbox: one run, over the channel."""
+    """The program in the sandbox: execute the graph once, over the channel."""
     import aflow_channel
 
     setup = aflow_channel.receive()
@@ -377,10 +377,10 @@ def main() -> None:
     end = asyncio.run(_over_channel(setup, sources, aflow_channel))
     try:
         end = {**end, "answer": plain(end["answer"])} if end["end"] == "answer" else end
-    except Exception as error:  # an answer's own code can fail, or it holds itself
+    except Exception as error:  # its `__str__` can raise, or it contains itself
         end = _raised(error)
     aflow_channel.send(end)
-    # Nothing that the graph has left running, and no tidying up, may delay the end.
+    # Tasks and threads that the graph left running must not delay the exit.
     sys.stdout.flush()
     os._exit(0)
 
@@ -410,7 +410,7 @@ async def _over_channel(setup: dict[str, Any], sources: dict[str, str], channel:
 
 
 def plain(value: Any) -> Any:
-    """An answer as JSON can hold it; what it cannot hold becomes its text."""
+    """An answer as JSON values; other objects, NaN and infinities become their text."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):

@@ -1,17 +1,16 @@
-"""One run of a graph: in the sandbox with a channel to this process, or, if trusted, in it.
+"""One execution of a graph: in the sandbox with a channel to this process, or, if trusted, in it.
 
 In the sandbox the program is `inside.py`, with the graph's files beside it. Each call arrives as a
-message, is served in a task of its own (so that `asyncio.gather` in there is concurrency out here)
-and answered by its number. Whatever the program does, the run ends within its limits, and how it
-ended is data. Anybody may have written the code that sends messages: the operator must exist, the
-arguments must fit its signature and be plain data of bounded size. Wrong arguments are answered
-with an error; a message that our own side can never send ends the run. Models, operators and keys
-are in this process only.
+message, is served in its own task (`asyncio.gather` in the graph is concurrency here) and answered
+by number. The execution ends within its limits, and its ending is returned as data. Messages are
+untrusted: the operator must exist, the arguments must fit its signature and be plain data of
+bounded size. Wrong arguments are answered with an error; a message that `inside.py` never sends
+ends the execution. Models, operators and keys exist in this process only.
 
-The `Meter` is between operators and models. A call begins if the tokens spent, the most that calls
-in flight may use and the most that it may use itself are within the limit; else it waits for those
-in flight, and alone it begins while anything is left. So one call at most passes the limit, and
-ends the run.
+The `Meter` sits between operators and models and reserves tokens: a call starts if tokens spent,
+tokens reserved by calls in flight and its own worst case fit the limit; else it waits for those in
+flight, and alone it starts while anything is left. So at most one call overshoots the limit, as
+long as none uses more than it reserved; overshooting ends the execution.
 """
 
 from __future__ import annotations
@@ -40,58 +39,58 @@ from aflow_tune.sandbox.types import Ending, Limits, SandboxUnavailable
 MAX_ANSWER_CHARS = 500_000
 MAX_MESSAGE_KB = 4096  # of one message in JSON: room for `GraphLimits.argument_chars` of any script
 PROGRAM = "import aflow_preloaded\naflow_preloaded.main()\n"
-"""What runs in the sandbox: `inside.py`, which is loaded there before a graph is to be run."""
-LINGER_SECONDS = 1.0  # what a program has to end after its answer; then it is killed
-TRUSTED = "trusted"  # the level of a run outside of the sandbox, because the graph is trusted
+"""Starts `inside.py`, which the sandbox has loaded in advance."""
+LINGER_SECONDS = 1.0  # after its answer a program has this long to exit, then it is killed
+TRUSTED = "trusted"  # the `GraphRun.level` of a trusted graph, outside the sandbox
 MODEL_CALLER = "llm"  # caller of a graph's direct calls of its model
 MAX_DEPTH = 20  # of lists and objects inside each other
-MAX_INSTANCES = 200  # different operators that one run may build
-BYTES_A_TOKEN = 3  # of text whose tokens nobody counted
-COMPLETION_TOKENS = 1024  # held back for an answer whose length nothing limits
+MAX_INSTANCES = 200  # operator instances that one execution may call
+BYTES_A_TOKEN = 3  # for calls without reported usage
+COMPLETION_TOKENS = 1024  # reserved for an answer without `max_tokens`; it may be longer
 _INSTANCE = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 _KEYS = {
     "operator": {"id", "call", "operator", "instance", "model", "options", "args", "kwargs"},
     "model": {"id", "call", "model", "prompt", "system"},
 }
-"""Of a message, by its kind of call."""
+"""The keys of a message, by its kind of call."""
 
 
 class TooManyCalls(Exception):
-    """The graph passed a limit of `GraphLimits`."""
+    """The graph passed a limit of `GraphLimits`, or MAX_INSTANCES."""
 
 
 class ForgedMessage(Exception):
-    """A message that our side of the channel cannot have sent."""
+    """A message that `inside.py` cannot have sent."""
 
 
 FATAL = (ForgedMessage, TooManyCalls, BudgetReached, SandboxUnavailable)
-"""What ends the run instead of being an answer to the call."""
+"""Exceptions that end the execution instead of being reported to the graph."""
 
 
 @dataclass(frozen=True)
 class GraphLimits:
-    """What one run of a graph may use."""
+    """What one execution of a graph may use."""
 
     seconds: float = 180.0  # wall-clock time, calls of models included
     cpu_seconds: float = 30.0  # of the graph's own code, where it runs in the sandbox
     calls: int = 100  # of operators and of the model that the graph may make
-    concurrent: int = 32  # of them at the same time; more wait
-    argument_chars: int = 500_000  # of all the texts in one call's arguments
+    concurrent: int = 32  # of these calls at the same time; more wait
+    argument_chars: int = 500_000  # of all texts in the arguments of one call
     memory_mb: int = 256
     # None: no limit.
-    model_calls: int | None = None  # that operators may make, failed ones included
+    model_calls: int | None = None  # by operators and the graph itself, failed ones included
     tokens: int | None = None  # prompt and completion, of all models together
-    call_prompt_tokens: int | None = None  # of one call: by its length before, as reported after
-    call_completion_tokens: int | None = None  # handed to every call as its `max_tokens`
-    answer_tokens: int = COMPLETION_TOKENS  # counted for an answer before it, without `max_tokens`
+    call_prompt_tokens: int | None = None  # of one call: estimated before, as reported after
+    call_completion_tokens: int | None = None  # caps the `max_tokens` of every call
+    answer_tokens: int = COMPLETION_TOKENS  # reserved for an answer without `max_tokens`
     retries: int | None = None
-    """How often an operator asks again for an answer that it cannot read, where the graph does
-    not say; where it says more, this."""
+    """How often an operator asks again after an unreadable reply: the default where the graph sets
+    none, and the most that it may set. None: the graph decides."""
 
 
 @dataclass
 class Spent:
-    """What calls of models have cost. `cost` is in US dollars, None once a price was unknown."""
+    """Usage of answered model calls. `cost` is in US dollars, None once a price was unknown."""
 
     calls: int = 0
     prompt_tokens: int = 0
@@ -99,7 +98,7 @@ class Spent:
     cost: float | None = 0.0
 
     def add(self, reply: Reply) -> None:
-        """Count one answer of a model."""
+        """Count one reply."""
         self.calls += 1
         if reply.usage is not None:
             self.prompt_tokens += reply.usage.prompt_tokens
@@ -109,21 +108,21 @@ class Spent:
 
 
 class Meter:
-    """Counts the model calls of one run against its limits. Used on one event loop."""
+    """Counts the model calls of one execution against its limits. For one event loop."""
 
     def __init__(self, limits: GraphLimits) -> None:
         self.limits = limits
         self.spent = Spent()
         self.passed = ""
-        """Which limit was passed; empty while none was."""
+        """The limit that was passed; empty until then."""
         self._begun = 0
         self._tokens = 0
         self._held: dict[object, int] = {}
         self._ended = asyncio.Event()
-        """Set, and replaced, each time that a call in flight has ended."""
+        """Set and replaced whenever a call in flight ends."""
 
     def check(self, passed: str = "") -> None:
-        """Raises `TooManyCalls` once a limit was passed; `passed` names one that is now."""
+        """Raise `TooManyCalls` if a limit was passed; `passed` names one that just was."""
         self.passed = self.passed or passed
         if self.passed:
             raise TooManyCalls(self.passed)
@@ -131,7 +130,7 @@ class Meter:
     async def ask(
         self, client: ModelClient, messages: Sequence[Message], settings: dict[str, Any]
     ) -> Reply:
-        """One call of a model. `TooManyCalls`: it would pass the limits, or has."""
+        """Call a model. Raises `TooManyCalls` if the call would pass a limit, or has passed one."""
         limits, most = self.limits, self.limits.tokens
         self.check()
         if limits.model_calls is not None and self._begun >= limits.model_calls:
@@ -181,7 +180,7 @@ def _bytes_of(messages: Sequence[Message]) -> int:
 
 
 class _Metered:
-    """A model client behind a run's meter. `spent` also adds up what its calls cost."""
+    """A model client behind the meter. `spent` counts its calls as well."""
 
     def __init__(self, client: ModelClient, meter: Meter, spent: Spent) -> None:
         self._client, self._meter, self._spent = client, meter, spent
@@ -195,10 +194,10 @@ class _Metered:
 
 @dataclass
 class Broker:
-    """Serves the calls of one run.
+    """Serves the calls of one execution.
 
-    `clients`: by role, 'policy' among them; `roles`: by instance, operator or model name;
-    `prompts`: of operators, by operator, instance and both; `instructions`: see `Graph`.
+    `clients`: by role, including 'policy'; `roles`: by instance, operator or model name; `prompts`:
+    by operator, instance or `Operator.instance`; `instructions`: see `Graph`.
     """
 
     clients: Mapping[str, ModelClient]
@@ -209,11 +208,11 @@ class Broker:
     instructions: Mapping[str, str] = field(default_factory=dict)
     calls: int = 0
     answered: int = 0
-    """Calls that gave a result."""
+    """Calls that returned a result."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Failed calls, by their operator's outcome or the name of their exception."""
+    """Failed calls by operator outcome, `ModelFailure` or exception name."""
     built: bool = False
-    """Whether the graph's side has said that the workflow was constructed."""
+    """Whether the program has reported that the workflow was constructed."""
 
     def __post_init__(self) -> None:
         self.meter = Meter(self.limits)
@@ -222,7 +221,7 @@ class Broker:
         self._instances: set[str] = set()
 
     def check(self, message: Any) -> None:
-        """Count a call. Raises `ForgedMessage`, `TooManyCalls`."""
+        """Validate the form of a message and count it. Raises `ForgedMessage`, `TooManyCalls`."""
         if not isinstance(message, dict):
             raise ForgedMessage(f"a message that is no object but {type(message).__name__}")
         number = message.get("id")
@@ -240,15 +239,15 @@ class Broker:
             self.meter.check(f"more than {self.limits.calls} calls (limit calls)")
 
     async def serve(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Make a checked call: `{"result", "usage"}`, or `{"error": [kind, text], "usage"}`; raises
-        what is `FATAL`."""
+        """Make a checked call. Returns `{"result", "usage"}` or `{"error": [kind, text], "usage"}`;
+        raises only the exceptions in `FATAL`."""
         spent = Spent()
         try:
             check_size(message, self.limits.argument_chars)
             async with self._turns:
                 serve = self._ask if message["call"] == "model" else self._operate
                 result = await serve(message, spent)
-            self.meter.check()  # an operator may have caught it
+            self.meter.check()  # an operator may have caught TooManyCalls
         except FATAL:
             raise
         except Exception as error:
@@ -306,7 +305,7 @@ class Broker:
         return dict(result)
 
     def _client(self, names: Sequence[str], spent: Spent) -> ModelClient:
-        """The model of the first name that has a role; the last is the graph's own name for it."""
+        """The model of the first name with a role; the last name is the graph's for its model."""
         role = next((self.roles[name] for name in names if name in self.roles), names[-1])
         if role not in self.clients:
             raise LookupError(
@@ -318,9 +317,9 @@ class Broker:
 def bind(
     kind: type[Operator], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> inspect.BoundArguments:
-    """Arguments of a call held against the operator's signature; `TypeError` if they do not fit.
+    """Bind the arguments of a call to the operator's signature; `TypeError` if they do not fit.
 
-    Some of AFlow's templates give operators a `mode` that ours do without: it is dropped.
+    Some of AFlow's templates pass a `mode` that the operator here does not take: it is dropped.
     """
     signature = inspect.signature(kind.__call__)
     own = list(signature.parameters.values())[1:]
@@ -339,8 +338,8 @@ def _name(value: Any) -> str:
 
 
 def check_size(value: Any, most: int) -> None:
-    """`ForgedMessage`: nested too deeply. `ValueError`: more than `most` characters in all its
-    texts, or a number that is not finite."""
+    """Raise `ForgedMessage` if data is nested too deeply; `ValueError` if it has more than `most`
+    characters and list items in total, or a number that is not finite."""
     total, pending = 0, [(value, 0)]
     while pending:
         item, depth = pending.pop()
@@ -357,55 +356,55 @@ def check_size(value: Any, most: int) -> None:
 
 
 class GraphEnding(StrEnum):
-    """How a run of a graph ended. The value is its word in traces and metrics."""
+    """How an execution of a graph ended. The values appear in traces and metrics."""
 
     ANSWERED = "answered"
     NO_ANSWER = "no_answer"  # it returned None or an empty text
     RAISED = "raised"  # by the graph's code
     TIMED_OUT = "timed_out"
     OUT_OF_MEMORY = "out_of_memory"
-    TOO_MANY_CALLS = "too_many_calls"  # or tokens: a limit of `GraphLimits`, which the reason names
+    TOO_MANY_CALLS = "too_many_calls"  # or tokens: some limit, which the reason names
     DIED = "died"  # its process ended without an answer
-    FORGED = "forged_message"  # it sent what a graph cannot send: it works against the channel
+    FORGED = "forged_message"  # it sent a message that `inside.py` cannot send
     SANDBOX_UNAVAILABLE = "sandbox_unavailable"  # for the graph or for an operator's program
 
 
 @dataclass(frozen=True)
 class GraphRun:
-    """One run: its answer, or why there is none."""
+    """One execution: its answer, or why there is none."""
 
     ending: GraphEnding
     answer: Any = None  # what the workflow returned, without its cost; plain data
     reason: str = ""
-    """Of an ending without an answer; names file and line where the graph's code raised."""
+    """Why there is no answer; names file and line where the graph's code raised."""
     calls: int = 0  # of operators and of the model that the graph made
-    answered: int = 0  # of them, those that gave a result before the run ended
-    model_calls: int = 0
+    answered: int = 0  # of these, those that returned a result in time
+    model_calls: int = 0  # answered
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float | None = 0.0  # US dollars; None if the price of a call is not known
     failures: Mapping[str, int] = field(default_factory=dict)
-    """Failed calls by kind. The graph may have coped with them."""
+    """Failed calls by kind. The graph may have handled them."""
     level: str = ""
-    """The sandbox backend that the graph ran in, or 'trusted'; empty where it was not run."""
+    """The sandbox backend that the graph ran in, or 'trusted'; empty if it did not run."""
     seconds: float = 0.0
     built: bool = False
-    """Whether the workflow's constructor came to its end, by the word of the graph's side: no score
-    or limit depends on it."""
+    """Whether the workflow's constructor returned. Reported from inside the sandbox, so not to be
+    trusted: it picks the fallback of a written graph (`writer/results.py`), but no limit."""
 
     @property
     def ok(self) -> bool:
-        """Whether there is an answer, right or wrong."""
+        """Whether there is an answer, correct or not."""
         return self.ending is GraphEnding.ANSWERED
 
     @property
     def text(self) -> str:
-        """The answer as text; empty where there is none."""
+        """The answer as text; empty if there is none."""
         return "" if self.answer is None else str(self.answer)
 
     def with_text(self) -> GraphRun:
-        """The same run; one without an answer where that is an operator's whole result or a list:
-        benchmarks score texts, and what Python prints for an object is no answer."""
+        """The same, but with the ending RAISED if the answer is an operator's whole result or a
+        list: benchmarks score texts, and Python's `repr` of an object is not an answer."""
         if not isinstance(self.answer, (dict, list)):
             return self
         reason = (
@@ -422,9 +421,9 @@ async def run_graph(
     broker: Broker,
     policy: str | None,
 ) -> GraphRun:
-    """Run a graph once. `BudgetReached`: the run's budget is used up.
+    """Execute a graph once. Raises `BudgetReached` if the budget of the run is spent.
 
-    `setup` is what `inside.run` takes; without a `policy` of the sandbox the graph is trusted.
+    `setup` is that of `inside.run`, plus `files`. `policy` is the sandbox's; None: trusted.
     """
     started = time.monotonic()
     try:
@@ -443,7 +442,7 @@ async def run_graph(
         run = GraphRun(GraphEnding.FORGED, reason=f"{label}: {error}")
     level = TRUSTED if policy is None else run.level
     if not level and run.ending is not GraphEnding.SANDBOX_UNAVAILABLE:
-        # It was killed before it could say; the backend that this process uses is known by now.
+        # It was killed before it reported a level; this process has detected its backend by now.
         found = await asyncio.to_thread(detect, policy or "auto")
         level = found.level.value if found.level is not None else ""
     spent = broker.meter.spent
@@ -476,7 +475,7 @@ async def _trusted(
             raise
 
     end = await inside.run(setup, dict(sources), send, lambda: setattr(broker, "built", True))
-    if ended:  # the graph may have caught it
+    if ended:  # the graph may have caught the exception
         raise ended[0]
     return end
 
@@ -501,7 +500,7 @@ async def _sandboxed(
         except ProgramEnded:
             pass  # `receive` says how
         end = await _converse(channel, broker)
-        execution = None  # where it goes on after its last word, and has to be killed
+        execution = None  # stays None if the program does not exit and is killed
         with contextlib.suppress(TimeoutError, RuntimeError):
             async with asyncio.timeout(LINGER_SECONDS):
                 while await channel.receive() is not None:
@@ -523,7 +522,7 @@ async def _sandboxed(
 
 
 async def _converse(channel: Channel, broker: Broker) -> dict[str, Any] | None:
-    """Serve the program's calls until it says how it ended; None if it never does."""
+    """Serve the program's calls until it reports its end; None if it exits without doing so."""
     serving: set[asyncio.Task[None]] = set()
     fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -567,7 +566,7 @@ async def _converse(channel: Channel, broker: Broker) -> dict[str, Any] | None:
             task.cancel()
         await asyncio.gather(*open_tasks, return_exceptions=True)
         if fatal.done() and not fatal.cancelled():
-            fatal.exception()  # it was raised above, or the run had ended before it mattered
+            fatal.exception()  # mark it as retrieved: it was raised above, or came after the end
 
 
 def _checked_end(message: dict[str, Any]) -> dict[str, Any]:

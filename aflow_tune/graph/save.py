@@ -1,11 +1,11 @@
-"""A graph written back as a `round_N` folder that AFlow runs: graph.py, prompt.py, __init__.py.
+"""Writes a graph as a `round_N` folder that AFlow runs: graph.py, prompt.py, __init__.py.
 
-The code keeps its text, but for imports, prompts (written into prompt.py), instructions (constants
-that the code hands over, as AFlow does not know them) and calls that AFlow's template of the data
-set does not take: an argument that AFlow demands gets the value that it has here, one that AFlow
-does not know is left out and noted. What AFlow lacks is a fault with its line; what may not fit is
-a note. Prompts of operators, which AFlow reads from its template alone, go to prompts.json, which
-only we read. Nothing is imported or run.
+The code keeps its text except for imports, prompts (written into prompt.py), instructions (which
+AFlow lacks: they become constants that the code passes) and calls that do not fit AFlow's template
+of the data set: an argument that AFlow requires gets our default, one that it does not take is
+dropped with a note. What AFlow cannot do is a fault with its line; what may not fit is a note.
+Operator prompts, which AFlow reads only from its template, go to prompts.json, which only we read.
+Nothing is imported or executed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from scripts.async_llm import create_llm_instance
 from scripts.evaluator import DatasetType
 """
 _USUAL = {"operator": "operator", "prompt": "prompt_custom"}
-"""What the header calls these modules."""
+"""The names of these modules in the header."""
 _COST = '{}.get_usage_summary()["total_cost"]'
 
 
@@ -45,9 +45,9 @@ class SavedRound:
     folder: Path
     files: tuple[Path, ...]
     only_here: tuple[str, ...]
-    """Prompts and instructions of operators, by name, that AFlow does not read."""
+    """Names of operator prompts and instructions that AFlow does not read."""
     notes: tuple[str, ...] = ()
-    """What AFlow does differently, or may fail on, with the lines of the graph that was read."""
+    """What AFlow does differently or may fail on, with line numbers of the original graph.py."""
 
 
 def save_round(
@@ -60,12 +60,12 @@ def save_round(
     """Write a graph as a round of AFlow.
 
     Args:
-        folder: AFlow finds it at `workspace/DATASET/workflows/round_N`.
-        dataset: None for the one of that path, or else the graph's own; so is `round_number`.
+        folder: AFlow looks for it at `workspace/DATASET/workflows/round_N`.
+        dataset: None: from that path, else the graph's own. `round_number` likewise.
 
     Raises:
-        BadInput: the folder holds a graph already, data set or round cannot be told, or AFlow's
-            template of the data set does not take the graph's calls.
+        BadInput: the folder already holds a graph, the data set or round is unknown, the graph
+            cannot be parsed, or its calls do not fit AFlow's template of the data set.
     """
     folder = Path(folder)
     workflows = folder.resolve().parent
@@ -119,9 +119,9 @@ def _tree(source: str, name: str) -> ast.Module:
 
 
 def _outermost(node: ast.AST, changed: Collection[int]) -> Iterator[Edit]:
-    """The changed nodes of a tree as texts; of those inside each other the outermost."""
+    """Edits for the changed nodes of a tree; of nested ones only the outermost."""
     for child in ast.iter_child_nodes(node):
-        # Inside of an f-string the parser of Python 3.11 gives no columns.
+        # Python 3.11 has no columns inside an f-string: replace it as a whole.
         whole = isinstance(child, ast.JoinedStr) and any(id(n) in changed for n in ast.walk(child))
         if id(child) in changed or whole:
             yield child, ast.unparse(child)
@@ -130,7 +130,7 @@ def _outermost(node: ast.AST, changed: Collection[int]) -> Iterator[Edit]:
 
 
 def _prompt_source(source: str, constants: Mapping[str, str]) -> str:
-    """prompt.py with these constants in place of what it has, further ones at its end."""
+    """prompt.py with these constants replaced; those that it lacks are appended."""
     left = dict(constants)
     edits: list[Edit] = []
     for node in reversed(_tree(source, inside.PROMPT_FILE).body):
@@ -143,7 +143,7 @@ def _prompt_source(source: str, constants: Mapping[str, str]) -> str:
 
 
 def literal(text: str) -> str:
-    """A Python literal of the text, over several lines where it has several."""
+    """A Python literal of the text; a multi-line text becomes a triple-quoted string."""
     if "\n" not in text or not text.replace("\n", "").replace("\t", "").isprintable():
         return repr(text)
     escaped = text.replace("\\", "\\\\")
@@ -152,8 +152,8 @@ def literal(text: str) -> str:
     return f'"""{escaped}"""'
 
 
-# Each data set of AFlow has operators of its own, and they differ: the ensemble of DROP takes no
-# problem, that of MATH needs one. These are the calls that its six templates take.
+# Each data set of AFlow has its own operators, and their signatures differ: the ensemble of DROP
+# takes no problem, that of MATH requires one. These are the signatures in its six templates.
 
 _CALLS: dict[str, Callable[..., None]] = {
     "Custom": lambda input, instruction: None,
@@ -170,16 +170,16 @@ _OFFERED = {
     "GSM8K": _MATH, "MATH": _MATH, "HumanEval": _CODE, "MBPP": _CODE, "HotpotQA": _QA, "DROP": _QA
 }  # fmt: skip
 AFLOW_NAMES = {name.casefold(): name for name in _OFFERED}
-"""AFlow's spelling of its data sets, by the name in lower case: paths and imports depend on it."""
+"""AFlow's spelling of its data sets, which paths and imports need, by lower-case name."""
 _BUILT = inspect.signature(lambda llm, name=None: None)
 
 
 class _Fitted:
-    """The tree of graph.py, made to hand over its instructions and to fit a template.
+    """The tree of graph.py, changed to pass its instructions and to fit a template.
 
-    `constants` are instructions, for prompt.py; `prompts`, for prompts.json, are whole prompts of
-    instances whose call has no argument for an instruction; `lost` are instances whose instruction
-    may not reach them. `changed` are ids of expressions, `edits` other texts for other nodes.
+    `constants`: instructions, for prompt.py. `prompts`: whole prompts, for prompts.json, of
+    instances whose call takes no instruction. `lost`: instances that their instruction may not
+    reach. `changed`: ids of nodes to unparse again. `edits`: replacement texts for other nodes.
     """
 
     def __init__(self, graph: Graph, dataset: str) -> None:
@@ -220,8 +220,8 @@ class _Fitted:
         return inspect.signature(self.graph.known[operator].__call__)
 
     def _instruct(self) -> None:
-        """Instructions become constants of prompt.py. `self.prompts` is filled from them where the
-        code reads it, and a call that leaves its `instruction` to be filled in gets it."""
+        """Turn instructions into constants of prompt.py; fill `self.prompts` from them if the code
+        reads it, and pass them to calls that omit their argument `instruction`."""
         graph, shape, told = self.graph, self.graph.shape, self.graph.told
         nodes = list(ast.walk(self.tree))
         by_key = [
@@ -238,7 +238,7 @@ class _Fitted:
         }
         assigns = [node for node in nodes if isinstance(node, ast.Assign)]
         assigned = any(_is_prompts(target) for node in assigns for target in node.targets)
-        fills = bool(told) or not assigned  # else it does so itself, as a round saved before
+        fills = bool(told) or not assigned  # else the code does, as a saved round
         texts = {**dict.fromkeys(by_key, ""), **told} if fills else {}
         taken = {*shape.constants, *graph.constants}
         self.constants: dict[str, str] = {}
@@ -255,7 +255,7 @@ class _Fitted:
         for call in [node for node in nodes if isinstance(node, ast.Call)]:
             names = {name for name, _ in graph.flow.calls.get(place_of(call), ())}
             if _open(call) or len(names) != 1 or not names <= takes & told.keys():
-                continue  # of several operators behind one call none can be told its own
+                continue  # one call of several operators cannot pass each its own
             name = names.pop()
             used.add(name)
             before = list(self._ours(kinds[name]).parameters).index("instruction")
@@ -279,8 +279,8 @@ class _Fitted:
                 self.prompts[name] = {main: whole}
 
     def _fill(self, init: Function, places: Mapping[str, str]) -> None:
-        """`self.prompts` in front of the constructor's first statement. Of what the constructor
-        puts there itself, told texts win; names that were not told keep its own."""
+        """Assign `self.prompts` before the constructor's first statement. Where the constructor
+        assigns it too, instructions of the graph override its texts; other names keep them."""
         first, *rest = init.body
         is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
         first = rest[0] if rest and is_docstring else first
@@ -297,7 +297,7 @@ class _Fitted:
                 parts = [*entries.values(), f"**({ast.unparse(node.value)})", *above]
                 self.edits.append((node.value, f"{{{', '.join(parts)}}}"))
 
-    # What AFlow's template and its model take
+    # What AFlow's template offers and takes
 
     def _offered(self, line: int, name: str | None) -> None:
         if self.offered and name not in (*self.offered, None, "Operator", "*"):
@@ -306,7 +306,7 @@ class _Fitted:
             self._fault(line, expected, f"operator.{name}", fix)
 
     def _imported(self, node: ast.Import | ast.ImportFrom) -> None:
-        """Imports of what the header brings become names for it; others stay."""
+        """Replace imports that the header already has by assignments; keep the others."""
         shown, module = ast.unparse(node), ""
         if isinstance(node, ast.ImportFrom):
             module = inside.absolute(node.module or "", node.level)
@@ -334,8 +334,8 @@ class _Fitted:
         self.edits.append((node, "; ".join(statements)))
 
     def _call(self, node: ast.Call) -> None:
-        """Change a call so that each operator that it may build or reach takes it; else say which
-        does not. Classes of the graph's own say themselves what they take."""
+        """Change a call so that it fits each operator that it may build or reach; else report which
+        it does not fit. The graph's own operator classes are not checked."""
         built = self.graph.shape.operator_class(node.func)
         handles = self.graph.flow.calls.get(place_of(node), frozenset())
         # Name, AFlow's signature, ours.
@@ -356,7 +356,7 @@ class _Fitted:
             left_out += [f"AFlow's {name} takes no `{what}`: left out" for what in dropped]
             given = {*list(theirs.parameters)[: len(changed.args)]}
             given |= {str(word.arg) for word in changed.keywords}
-            for what, item in theirs.parameters.items():  # what AFlow demands, as it is here
+            for what, item in theirs.parameters.items():  # AFlow requires it: pass our default
                 mine = ours.parameters.get(what, item).default
                 demanded = what not in given and item.default is item.empty
                 if demanded and isinstance(mine, (str, int, float)):
@@ -375,7 +375,7 @@ class _Fitted:
                 self._note(node.lineno, f"{found} may not fit {expected}")
 
     def _workflow(self) -> None:
-        """What AFlow hands the workflow, and what it takes back: an answer and its cost."""
+        """Fit `__call__`: AFlow passes an entry point for code, and expects (answer, cost)."""
         shape = self.graph.shape
         call = workflow_methods(shape).get("__call__")
         line = call.lineno if call is not None else 0
@@ -398,7 +398,7 @@ class _Fitted:
         models = sorted(name for name in self.graph.flow.models if name.startswith("self."))
         cost = _COST.format(models[0]) if models else "0"
         pending: list[ast.AST] = list(mine[0].body)
-        while pending:  # without what functions inside of it return
+        while pending:  # without the returns of nested functions
             node = pending.pop(0)
             value = node.value if isinstance(node, ast.Return) else None
             if isinstance(value, (ast.Name, ast.Call, ast.Await, ast.Attribute, ast.IfExp)):
@@ -417,13 +417,13 @@ def _is_prompts(target: ast.expr) -> bool:
 
 
 def _open(node: ast.Call) -> bool:
-    """Whether some of its arguments cannot be seen."""
+    """Whether a call has `*` or `**` arguments."""
     starred = any(isinstance(item, ast.Starred) for item in node.args)
     return starred or any(word.arg is None for word in node.keywords)
 
 
 def _misfit(node: ast.Call, signature: inspect.Signature) -> str:
-    """Why a signature does not take a call; empty where it does."""
+    """Why a call does not fit a signature; empty if it does."""
     if _open(node):
         return "its arguments cannot be seen"
     try:
@@ -434,7 +434,7 @@ def _misfit(node: ast.Call, signature: inspect.Signature) -> str:
 
 
 def _drop(node: ast.Call, theirs: inspect.Signature, ours: inspect.Signature) -> list[str]:
-    """Take out what AFlow's operator does not take and what does nothing by being evaluated."""
+    """Remove arguments that AFlow's operator does not take and whose evaluation has no effects."""
     names, there = list(ours.parameters)[1:], theirs.parameters
     doing = (ast.Call, ast.Await, ast.NamedExpr)
 

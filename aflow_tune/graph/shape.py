@@ -1,7 +1,7 @@
-"""What a graph's source says about itself: its workflow, operators, prompts and faults.
+"""What static analysis finds in a graph's source: its workflow, operators, prompts and faults.
 
-A fault is definite: it would keep the graph from running. What may or may not be reached is left to
-the run, which names its line. The source is parsed, never compiled or imported.
+Unknown operators, and unknown imports outside `try`, are faults wherever they stand; a missing
+prompt only where every execution reaches it. The source is parsed, never compiled or imported.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from aflow_tune.errors import Fault
 from aflow_tune.graph import inside
 
 MAX_SOURCE_CHARS = 256 * 1024
-"""Of one file. A graph is a page or two; the parser's memory is bounded with its input."""
+"""Of one file, to bound the parser's memory. A graph is a page or two."""
 _INIT_ARGUMENTS = {"name", "llm_config", "dataset"}
 _INIT = "__init__(self, name, llm_config, dataset)"
 _CALL = "async def __call__(self, problem), or (self, problem, entry_point) for code"
 _IMPORTS = "the graph's prompts and operators, AFlow's names, or a module that is installed"
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Edit = tuple[ast.AST, str]  # A node of a source, and the text that takes its place
+Edit = tuple[ast.AST, str]  # a node of a source, and the text to replace it with
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,21 @@ class BuiltOperator:
 
 
 class Shape:
-    """A graph as its source shows it. Empty where the source could not be read."""
+    """The findings in one graph. Empty if the source could not be parsed."""
 
     def __init__(self, files: Mapping[str, str], operators: Collection[str], label: str) -> None:
         self.files, self.known, self.label = files, operators, label
         self.operators: tuple[BuiltOperator, ...] = ()
-        self.parameters: tuple[str, ...] = ()  # of `__call__`, without self
+        self.parameters: tuple[str, ...] = ()  # the first two of `__call__`, without self
         self.needs_entry_point = False
         self.constants: dict[str, str] = {}  # texts that prompt.py assigns at its top level
-        self.tree: ast.Module | None = None  # without what `if __name__ == "__main__":` holds
+        self.tree: ast.Module | None = None  # without the body of `if __name__ == "__main__":`
         self.certain: set[ast.AST] = set()
-        """Nodes of the tree that every run reaches: only there a missing prompt is a fault."""
+        """Nodes that every execution reaches: only there a missing prompt is a fault."""
         self.workflow: ast.ClassDef | None = None
-        self.classes: dict[str, str] = {}  # names of operators' classes in graph.py, to operators
+        self.classes: dict[str, str] = {}  # operator by name of a class in graph.py
         self.modules = {"operator": "operator", "prompt_custom": "prompt"}
-        """Names of imported modules of AFlow, to what stands in for them (`inside.shim_of`)."""
+        """Shim (`inside.shim_of`) by name of an imported module of AFlow."""
         self.faults: list[Fault] = []
 
     @property
@@ -78,7 +78,7 @@ class Shape:
         self.faults.append(Fault(f"{self.label}:{node.lineno}", expected, found, fix))
 
     def read(self, tree: ast.Module, prompts: Collection[str] | None) -> None:
-        """`prompts`: names of all prompt constants; None where they cannot be known."""
+        """Fill in everything. `prompts`: names of all prompt constants; None if unknown."""
         self.tree = _without_main(tree)
         self.nodes = walk(tree)
         tries = [node for node in self.nodes if isinstance(node, ast.Try)]
@@ -96,7 +96,7 @@ class Shape:
         self.operators = tuple(self.built())
 
     def imported(self, node: ast.Import | ast.ImportFrom, must: bool) -> None:
-        """Note the names that an import binds. `must`: outside of `try`."""
+        """Note the names that an import binds. `must`: outside `try`, where failing is a fault."""
         module = inside.absolute(getattr(node, "module", None) or "", getattr(node, "level", 0))
         kind = inside.shim_of(module) if isinstance(node, ast.ImportFrom) else None
         offered = inside.NAMES_OF.get(kind or "")
@@ -137,7 +137,7 @@ class Shape:
         return False
 
     def attributes(self, prompts: Collection[str] | None) -> None:
-        """Faults of `operator.NAME`, `prompt_custom.NAME` and of operators without a model."""
+        """Find faults of `operator.NAME`, `prompt_custom.NAME` and operators without a model."""
         names = [node for node in self.nodes if isinstance(node, ast.Name)]
         rebound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
         for node in self.nodes:
@@ -152,7 +152,7 @@ class Shape:
                     self.fault(node, "a prompt of this graph", f"{owner}.{node.attr}", fix)
             elif isinstance(node, ast.Call) and not node.args:
                 name = self.operator_class(node.func)
-                # A class derived from an operator may give the model itself.
+                # A class derived from an operator may pass the model itself.
                 own = isinstance(node.func, ast.Name) and node.func.id != name
                 given = any(word.arg in ("llm", None) for word in node.keywords)
                 if name in self.known and not own and not given:
@@ -161,7 +161,7 @@ class Shape:
                     self.fault(node, "an operator with its model", found, fix)
 
     def read_workflow(self, tree: ast.Module) -> None:
-        """Find the class Workflow and check what its two methods take."""
+        """Find the class Workflow and check the signatures of its two methods."""
         classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
         name = "Workflow"
         for node in tree.body:  # `Workflow = SolveGraph`
@@ -195,11 +195,11 @@ class Shape:
             self.parameters = tuple(positional[:2])
             self.needs_entry_point = len(required) == 2
         for method, expected in (("__init__", _INIT), ("__call__", _CALL)):
-            if closed and method not in methods:  # else a base class from elsewhere may have it
+            if closed and method not in methods:  # else an imported base class may have it
                 self.fault(workflow, expected, "a class without it", "add it")
 
     def built(self) -> Iterator[BuiltOperator]:
-        """Every place where an operator is built, with the name of what it is assigned to."""
+        """Every place where an operator is built, named after its assignment target."""
         calls = [node for node in self.nodes if isinstance(node, ast.Call)]
         at_once = {id(node.func) for node in calls}
         calls = [node for node in calls if self.operator_class(node.func) is not None]
@@ -220,13 +220,13 @@ class Shape:
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
-    """What to write instead of an unknown name."""
+    """'did you mean X?' for the nearest known name, else `otherwise`."""
     near = difflib.get_close_matches(name, [*known], 1)
     return f"did you mean {near[0]}?" if near else otherwise
 
 
 def parse(source: str, label: str) -> tuple[ast.Module | None, list[Fault]]:
-    """The syntax tree of a file, or why there is none. `label` is how messages name the file."""
+    """The syntax tree of a file, or the faults that prevent it. `label` names it in messages."""
     if len(source) > MAX_SOURCE_CHARS:
         found = f"{len(source)} characters"
         expected = f"a file of at most {MAX_SOURCE_CHARS} characters"
@@ -245,9 +245,9 @@ def parse(source: str, label: str) -> tuple[ast.Module | None, list[Fault]]:
 
 
 def edited(source: str, edits: Iterable[Edit]) -> str:
-    """The source with other texts in the places of nodes; a statement without a text that shares
-    its line with others becomes `pass`."""
-    # Columns of the parser count bytes, and only these ends of lines are ends for it.
+    """The source with nodes replaced by texts. A statement replaced by '' becomes `pass` if its
+    line holds other code."""
+    # The parser's columns count bytes, and `bytes.splitlines` ends lines where the parser does.
     lines = source.encode().splitlines(keepends=True)
     places = [(n.lineno, n.col_offset, n.end_lineno, n.end_col_offset, t) for n, t in edits]  # type: ignore[attr-defined]
     for line, column, end_line, end_column, text in sorted(places)[::-1]:
@@ -261,12 +261,12 @@ def edited(source: str, edits: Iterable[Edit]) -> str:
 def examine(
     files: Mapping[str, str], operators: Collection[str], prompts: Collection[str], label: str
 ) -> Shape:
-    """Read a graph from its `files` by name.
+    """Analyse a graph from its `files` by name; its faults are in `Shape.faults`.
 
     Args:
         operators: names of the operators that exist.
-        prompts: names of prompt constants that are given beside prompt.py.
-        label: the folder, as messages name it.
+        prompts: names of prompt constants that are given besides prompt.py.
+        label: how messages name the folder.
     """
     shape = Shape(files, operators, f"{label}/{inside.GRAPH_FILE}")
     tree, shape.faults = parse(files[inside.GRAPH_FILE], shape.label)
@@ -283,12 +283,12 @@ def examine(
 
 
 def constants(source: str) -> dict[str, str]:
-    """The texts that a prompt.py assigns; none where it cannot be read."""
+    """The texts that a prompt.py assigns; empty if it cannot be parsed."""
     return _constants({inside.PROMPT_FILE: source}, "")[0]
 
 
 def _constants(files: Mapping[str, str], label: str) -> tuple[dict[str, str], bool, list[Fault]]:
-    """The texts of prompt.py, whether it can hold no other names, and its faults."""
+    """The texts of prompt.py, whether these are all of its names, and its faults."""
     if inside.PROMPT_FILE not in files:
         return {}, True, []
     tree, faults = parse(files[inside.PROMPT_FILE], f"{label}/{inside.PROMPT_FILE}")
@@ -301,7 +301,7 @@ def _constants(files: Mapping[str, str], label: str) -> tuple[dict[str, str], bo
         if names is not None:
             texts |= dict.fromkeys(names, text if isinstance(text, str) else "")
         elif not isinstance(node, ast.Expr) or not isinstance(text, str):
-            complete = False  # all but a docstring may define more names than can be seen
+            complete = False  # any other statement may define names
     return texts, complete, faults
 
 
@@ -338,7 +338,7 @@ def workflow_methods(shape: Shape) -> dict[str, Function]:
 
 
 def _required(function: Function) -> list[str]:
-    """Names of parameters without a default, self apart."""
+    """Names of parameters without a default, except self."""
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     given = len(positional) - len(arguments.defaults)
@@ -350,7 +350,7 @@ def _required(function: Function) -> list[str]:
 def _name_calls(
     target: ast.expr, value: ast.expr, wanted: Collection[int], names: dict[int, str]
 ) -> None:
-    """Give the wanted calls inside `value` the name of `target`."""
+    """Name the wanted calls inside `value` after `target`."""
     displays = (ast.Tuple, ast.List)
     if isinstance(target, displays) and isinstance(value, displays):
         if len(target.elts) == len(value.elts):
@@ -363,19 +363,19 @@ def _name_calls(
             names.setdefault(id(node), name if len(found) == 1 else f"{name}_{number}")
 
 
-# Without the contexts of names and the signs of operators, which are half of a tree.
+# Contexts of names and operator signs are half of a tree and never matter here.
 _PASSED_OVER = (
     ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.type_ignore
 )  # fmt: skip
 
 
 def children(node: ast.AST) -> list[ast.AST]:
-    """The nodes directly below one, in the order of the source."""
+    """The child nodes in source order, without `_PASSED_OVER`."""
     return [item for item in ast.iter_child_nodes(node) if not isinstance(item, _PASSED_OVER)]
 
 
 def walk(tree: ast.AST) -> list[ast.AST]:
-    """All nodes, level by level, as `ast.walk` has them."""
+    """All nodes in the order of `ast.walk`, without `_PASSED_OVER`."""
     nodes = [tree]
     for node in nodes:
         nodes += children(node)
@@ -383,7 +383,7 @@ def walk(tree: ast.AST) -> list[ast.AST]:
 
 
 def levels(tree: ast.AST, most_nodes: int, most_depth: int) -> tuple[list[ast.AST], int]:
-    """As `walk`, and how many levels; ends early past one of the limits."""
+    """As `walk`, and the depth of the tree; stops early once past one of the limits."""
     nodes: list[ast.AST] = []
     level: Sequence[ast.AST] = [tree]
     depth = 0
@@ -395,16 +395,16 @@ def levels(tree: ast.AST, most_nodes: int, most_depth: int) -> tuple[list[ast.AS
 
 
 def parameters(arguments: ast.arguments) -> list[ast.arg]:
-    """Every parameter of a function, those that take the rest last."""
+    """Every parameter of a function, `*args` and `**kwargs` last."""
     rest = [item for item in (arguments.vararg, arguments.kwarg) if item is not None]
     return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *rest]
 
 
 def _without_main(tree: ast.Module) -> ast.Module:
-    """The tree as a module runs that is imported, which a graph always is.
+    """Remove, in place, what does not run when a graph is imported.
 
-    The body of `if __name__ == "__main__":` is left out, and that of functions that nothing but
-    it calls: their defaults and decorators are evaluated all the same.
+    That is the body of `if __name__ == "__main__":` and the bodies of functions that only it uses;
+    their defaults and decorators stay, as they are still evaluated.
     """
     left_out: list[ast.AST] = []
     body: list[ast.stmt] = []
@@ -439,8 +439,8 @@ _LEAVING = (ast.Return, ast.Raise, ast.Break, ast.Continue)
 
 
 def _certain(tree: ast.Module) -> set[ast.AST]:
-    """The nodes that every run of a graph reaches that does not fail before: not those of
-    branches, of what follows a branch that may leave, nor of functions that only such places call.
+    """The nodes that every execution reaches unless it fails before: not those in branches, after
+    a branch that may leave, or in functions that are only called from such places.
     """
     functions = {node.name: node for node in walk(tree) if isinstance(node, Function)}
     found: set[ast.AST] = set()
@@ -471,7 +471,7 @@ def _certain(tree: ast.Module) -> set[ast.AST]:
 
 
 def _reached(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements up to the first one that may leave the others out."""
+    """The statements up to the first that may leave the block."""
     for statement in body:
         yield statement
         if any(isinstance(part, _LEAVING) for part in walk(statement)):

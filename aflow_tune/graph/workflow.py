@@ -1,8 +1,8 @@
 """A graph as the workflow function that `tune` and `eval` take: run it on a row, score it.
 
-`GraphWorkflow` scores the answer itself; `GraphResponse` leaves it to a judge function. The object
-is the function and holds texts and plain settings only, so it travels to a worker by value. The
-model that is tuned is the graph's model; operators may use other models by role.
+`GraphWorkflow` scores the answer itself; `GraphResponse` leaves that to a judge function. They hold
+texts, settings and the user's functions only, so they can be pickled to a worker. The tuned model
+is the graph's model; operators may use other models by role.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from agentscope.model import TrinityChatModel
 
 ScoreFunction = Callable[[Mapping[str, Any], Any], float | Awaitable[float]]
-"""From a row and the graph's answer to a reward."""
+"""Takes a row and the graph's answer; returns the reward."""
 
 
 class GraphFailed(AflowTuneError, RuntimeError):
-    """A run of a graph ended without an answer. `run` says how."""
+    """The execution failed: an exception, a limit, a crash, a forged message. `run` has details."""
 
     def __init__(self, run: GraphRun) -> None:
         super().__init__(run)
@@ -51,40 +51,41 @@ class GraphFailed(AflowTuneError, RuntimeError):
 
 @dataclass(frozen=True)
 class GraphFunction:
-    """A graph with what it is run with. Its subclasses are workflow functions."""
+    """A graph with its settings. The subclasses are workflow functions."""
 
     graph: Graph
     benchmark: str | None = None
     score: ScoreFunction | None = None
-    problem: str | None = None  # field with the question; None: the benchmark's, or a usual name
-    entry_point: str = "entry_point"
+    problem: str | None = None  # field of the question; None: the benchmark's, or a usual name
+    entry_point: str = "entry_point"  # field with the name of the function to write
     limits: GraphLimits = field(default_factory=GraphLimits)
     sandbox: str = "auto"
-    models: Mapping[str, str] = field(default_factory=dict)  # role by instance, operator, model
-    test_cases: TestCases = field(default_factory=TestCases)  # of the operator Test
+    models: Mapping[str, str] = field(default_factory=dict)  # role by instance, operator or model
+    test_cases: TestCases = field(default_factory=TestCases)  # for the operator Test
     clients: Mapping[str, ModelClient] = field(default_factory=dict)
-    """Of the roles in `models` other than 'policy'. They travel without their keys."""
+    """Clients of the roles in `models` other than 'policy'. They are pickled without API keys."""
 
     @property
     def carries(self) -> tuple[Callable[..., Any], ...]:
-        """Functions and classes of the user's inside, which travel to a worker as well."""
+        """The user's functions and classes, whose code has to be sent to workers too."""
         scores = () if self.score is None else (self.score,)
         return (*scores, *self.graph.operators.values())
 
     @property
     def reads(self) -> tuple[FieldRead, ...]:
-        """The fields that every row must have, for the check of the data."""
+        """The fields that every row must have."""
         names = [self.problem] if self.problem else []
         if self.benchmark is not None:
             names += find(self.benchmark).fields
         return tuple(FieldRead(name, self.graph.label, tolerant=False) for name in names)
 
     async def answer(self, task: Mapping[str, Any], model: Any) -> GraphRun:
-        """Run the graph on a row: an answer, or none where the graph returned none.
+        """Run the graph on a row. The result's ending is ANSWERED or NO_ANSWER.
 
         Raises:
-            GraphFailed: it ended otherwise, which is no wrong answer.
-            SandboxUnavailable: there is no sandbox here.
+            GraphFailed: it ended otherwise, which must not count as a wrong answer.
+            SandboxUnavailable: no sandbox can be started on this machine.
+            BadInput, BudgetReached: as `Graph.run`, or the row has no problem.
         """
         entry_point = task.get(self.entry_point)
         name = self.benchmark or self.graph.dataset or ""
@@ -100,7 +101,7 @@ class GraphFunction:
                 sandbox=self.sandbox,
                 dataset=self.graph.dataset or self.benchmark,
             )
-        if self.score is None:  # a function of the user's may score whatever it likes
+        if self.score is None:  # the user's score function may take any answer
             run = run.with_text()
         failed = sum(run.failures.values())
         record_metrics(**{"graph/calls": run.calls, "graph/failed_calls": failed})
@@ -114,8 +115,8 @@ class GraphFunction:
 def problem_of(
     task: Mapping[str, Any], field: str | None, benchmark: str | None, section: str
 ) -> str:
-    """The text of a row's problem: under `field`, else as its benchmark has it, else under a usual
-    name. `BadInput`: the row has none. `section`: of the configuration, for the fix."""
+    """The text of a row's problem: from `field`, else as its benchmark builds it, else from the
+    first of the usual fields. Raises `BadInput` if there is none; `section` is for its fix."""
     if field is None and benchmark is not None:
         return find(benchmark).question(task)
     names = [field] if field is not None else ["question", "problem", "prompt"]
@@ -129,13 +130,12 @@ def problem_of(
 
 @dataclass(frozen=True)
 class GraphWorkflow(GraphFunction):
-    """`async def f(task: Dict, model: TrinityChatModel) -> float`: the graph's answer, scored.
+    """`async def f(task: Dict, model: TrinityChatModel) -> float`: run the graph, score its answer.
 
-    Exactly one of `benchmark` and `score` says what an answer is worth.
-    """
+    Exactly one of `benchmark` and `score` is set."""
 
     async def __call__(self, task: Dict, model: TrinityChatModel) -> float:  # noqa: UP006
-        """The reward of one run. Raises as `answer`; `Unscored`: the scorer could not tell."""
+        """The reward of one rollout. Raises as `answer`; `Unscored`: the scorer cannot decide."""
         run = await self.answer(task, model)
         if self.score is not None:
             value = self.score(task, run.answer)
@@ -148,10 +148,10 @@ class GraphWorkflow(GraphFunction):
 
 @dataclass(frozen=True)
 class GraphResponse(GraphFunction):
-    """The same for a judge function: it returns the answer's text, unscored."""
+    """As `GraphWorkflow` for a judge function: returns the answer's text, unscored."""
 
     async def __call__(self, task: Dict, model: TrinityChatModel) -> WorkflowOutput:  # noqa: UP006
-        """The response of one run. Raises as `answer`."""
+        """The response of one rollout. Raises as `answer`."""
         return WorkflowOutput(response=(await self.answer(task, model)).text)
 
 
@@ -166,13 +166,13 @@ def workflow_from_config(
     judged: bool,
     where: Callable[[str], str],
 ) -> GraphWorkflow | GraphResponse:
-    """The workflow that a configuration's `graph:` section describes; `BadInput` if it is faulty.
+    """The workflow of a configuration's `graph:` section. Raises `BadInput` with its faults.
 
     Args:
         settings: the configuration's `models:`.
-        test_cases: the file `section.test_cases`.
+        test_cases: path of `section.test_cases`.
         judged: whether a judge function scores the answers.
-        where: from a key of the configuration to its place, for messages.
+        where: maps a key of the configuration to its place, for messages.
     """
     graph = load_graph(path, trust=section.trust, operators=operators)
     faults = []

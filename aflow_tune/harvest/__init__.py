@@ -1,1 +1,1 @@
-"""The warm start of a writer: what is tried, how, and what of it is kept to train on."""
+"""The warm start of a writer: trying candidate graphs, keeping training pairs."""

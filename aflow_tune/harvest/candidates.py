@@ -1,7 +1,7 @@
-"""Graphs that might solve a problem, from templates and from what earlier runs wrote.
+"""Graphs that might solve a problem, from templates and from earlier runs.
 
-A template fits every problem of its types. What a run wrote belongs to the problem with the same
-text; of each structure the best is tried again: its reward may have been luck.
+A template is a candidate for every problem of its types. A graph from a run is one for the problems
+with its text; the best of each structure is tried again, since its reward may have been luck.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SOURCES = ("templates", "teacher", "runs")
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of the training task set. `key` is the same whenever the row is the same;
-    `entry_point` is the function to write, for problems of code."""
+    """One problem of the training task set. Equal rows have equal `key`s; `entry_point` is the name
+    of the function to write, for code problems."""
 
     key: str
     text: str
@@ -37,8 +37,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A graph that might solve a problem. `source` is one of SOURCES, `name` which template,
-    teacher or run it is from."""
+    """A graph that might solve a problem. `source` is one of SOURCES, `name` that of the template,
+    teacher or run."""
 
     source: str
     name: str
@@ -48,7 +48,7 @@ class Candidate:
 def template_candidates(
     problem: Problem, templates: Iterable[Template], operators: Collection[str]
 ) -> list[Candidate]:
-    """The templates for the problem's type that are made of these operators only."""
+    """The templates for the problem's type that use these operators only."""
     return [
         Candidate("templates", template.name, as_text(template.prompts, template.code))
         for template in templates
@@ -57,8 +57,8 @@ def template_candidates(
 
 
 def read_templates(folder: Path, where: str) -> list[Template]:
-    """The templates of a user's folder, a YAML each as the shipped ones are; `where` is the setting
-    that names the folder. Raises BadInput: with every file that is no template."""
+    """The templates in a user's folder, one YAML file each, like the shipped ones. `where` is the
+    setting that names the folder. Raises `BadInput` with every file that is no template."""
     files = sorted(folder.glob("*.yaml")) if folder.is_dir() else []
     if not files:
         found, cure = f"none in {folder}", "name a folder of templates, or leave it out"
@@ -86,13 +86,13 @@ def read_templates(folder: Path, where: str) -> list[Template]:
 def past_candidates(
     folders: Iterable[Path], problems: Sequence[Problem], min_score: float
 ) -> tuple[dict[str, list[Candidate]], int]:
-    """The best rollouts of these runs by problem, and how many belonged to none of the problems.
+    """Candidates from rollouts of these runs, by problem key; and how many good ones match none.
 
-    The best are those that ran as they were written and scored enough: of each structure the one
-    with the highest reward, highest first. Other workflows' rollouts are passed over.
+    Good rollouts ran as written and scored at least `min_score`. Of each problem and structure, the
+    one with the highest reward is taken, highest first. Rollouts of other workflows are ignored.
     """
     by_text: dict[str, list[str]] = {}
-    for problem in problems:  # long ones may begin alike; which it was, trying it will tell
+    for problem in problems:  # records cut long texts, so several problems may match
         by_text.setdefault(problem.text[:MAX_PROBLEM], []).append(problem.key)
     past: list[tuple[float, str, Any]] = [
         (rollout.reward, folder.name, kept)

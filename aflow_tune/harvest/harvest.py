@@ -1,9 +1,9 @@
-"""Harvest: pairs of a problem and a graph that was run and solved it, for the warm start.
+"""Harvest: pairs of a problem and a graph that solved it when executed, for the warm start.
 
-Each problem gets candidates (`candidates.py`, and a teacher who is asked with the prompt of the
-policy); each is checked, executed and scored by the workflow that training runs. Of those that
-solved their problem `choose` takes the pairs. What was answered or executed is in journals on disk
-and is not done twice; what failed for a reason that may pass, such as a silent server, is not.
+Each problem gets candidates (from `candidates.py`, and from a teacher model with the policy's
+prompt); each is checked, executed and scored by the workflow that training uses. `choose` picks the
+pairs from those that solved their problem. Teacher replies and executions are kept in journals on
+disk and not repeated, except those that failed for a transient reason, such as a silent server.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from aflow_tune.writer.types import Level
 from aflow_tune.writer.workflow import CALLER, WriterWorkflow
 
 MAX_REASON = 300
-"""Characters of a reason that a journal keeps."""
+"""Most characters of a reason in a journal."""
 
 
 class TrialEnding(StrEnum):
-    """What became of a graph on one problem. The value is its word in files."""
+    """How the trial of a graph on one problem ended. The values appear in files."""
 
     REFUSED = "refused"  # by the check; it was not run
-    FAILED = "failed"  # it did not run to an answer as it was written
-    UNSCORED = "unscored"  # its answer could not be scored, which says nothing about it
+    FAILED = "failed"  # as written, it did not give an answer
+    UNSCORED = "unscored"  # its answer could not be scored: right or wrong is unknown
     SCORED = "scored"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One graph on one problem, which is named by its key.
+    """One graph on one problem. `problem` is the problem's key.
 
-    `text`: the graph in its canonical form, of a refused one as it came; `refusals`: kinds, each
-    once; `score` (0 to 1) and `reward`: of the ending SCORED; `usd`: None if a price is unknown."""
+    `text`: the graph in canonical form, or as it came if unreadable; `refusals`: distinct kinds;
+    `score` (0 to 1) and `reward`: only for SCORED; `usd`: None if a price is unknown."""
 
     problem: str
     text: str
@@ -68,7 +68,7 @@ class Trial:
     tokens: int = 0
     usd: float | None = 0.0
 
-    def __post_init__(self) -> None:  # fields as a file holds them become what they are
+    def __post_init__(self) -> None:  # from plain JSON values
         object.__setattr__(self, "ending", TrialEnding(self.ending))
         object.__setattr__(self, "refusals", tuple(self.refusals))
 
@@ -79,7 +79,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Lesson:
-    """One answer of the teacher to what `question_key` names; `number`: which of the tries."""
+    """One reply of the teacher to the prompt with this `question_key`; `number`: of the try."""
 
     question: str
     number: int
@@ -93,7 +93,7 @@ class Lesson:
 
 
 class Journal:
-    """Trials or lessons by key, in a file that grows. One process at a time."""
+    """Trials or lessons by key, in an append-only JSONL file. One process at a time."""
 
     def __init__(self, path: Path, kind: type[Trial] | type[Lesson]) -> None:
         self.path = path
@@ -106,21 +106,21 @@ class Journal:
                 entry = kind(**{name: value for name, value in held.items() if name in known})
                 self.entries[entry.key] = entry
             except (ValueError, TypeError, AttributeError):
-                continue  # damaged, or of another version: it is tried again
+                continue  # damaged, or from another version: it is made again
 
     def add(self, entry: Trial | Lesson) -> None:
-        """Keep an entry, on disk first. Raises OSError if it could not be written."""
+        """Add an entry, on disk first. Raises `OSError` if it cannot be written."""
         append_line(self.path, as_line(asdict(entry)))
         self.entries[entry.key] = entry
 
 
 class Untried(Exception):
-    """A trial came to nothing for a reason that may pass: it is made again the next time."""
+    """A trial failed for a transient reason: the next harvest makes it again."""
 
 
 @dataclass
 class _Recited:
-    """A policy that writes one given text. It costs nothing and is in no budget."""
+    """A policy that replies with a given text, at no cost and outside any budget."""
 
     text: str
     role: str = POLICY
@@ -132,9 +132,9 @@ class _Recited:
 
 @dataclass
 class Harvest:
-    """One harvest, by the prompt, operators, limits, executor and scoring of `workflow`. `trials`
-    and `lessons`: of the same settings and teacher; `seconds`: that one trial may take, scoring
-    included; `at_once`: problems under way at the same time."""
+    """One harvest with the prompt, operators, limits, executor and scoring of `workflow`. `trials`
+    and `lessons`: journals of the same settings and teacher; `seconds`: limit of one trial,
+    including scoring; `at_once`: problems in progress at the same time."""
 
     workflow: WriterWorkflow
     problems: Sequence[Problem]
@@ -156,8 +156,8 @@ class Harvest:
         self._unanswered: Counter[str] = Counter()
 
     async def run(self, advance: Callable[[], None]) -> None:
-        """Try every candidate on its problem; `advance` is called after each problem. Raises
-        BudgetReached: a limit was reached; what was tried by then is kept."""
+        """Try every candidate on its problem, and call `advance` after each problem. Raises
+        `BudgetReached` if a limit is reached; the journals keep what was tried by then."""
         slots = asyncio.Semaphore(self.at_once)
 
         async def one(problem: Problem) -> None:
@@ -173,11 +173,11 @@ class Harvest:
                 for problem in self.problems:
                     group.create_task(one(problem))
         except* Exception as errors:
-            # The first one stopped all others; a group of its own would hide its kind.
+            # The first error cancelled all others; an exception group would hide its type.
             raise errors.exceptions[0] from None
 
     def result(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """The rows for supervised training, and what became of all candidates."""
+        """The rows for supervised training, and counts over all candidates."""
         problems = {problem.key: problem for problem in self.problems}
         order = {key: number for number, key in enumerate(problems)}
         trials = sorted(self._found.values(), key=lambda trial: order[trial.problem])
@@ -220,12 +220,12 @@ class Harvest:
 
     async def _try(self, problem: Problem, candidate: Candidate) -> None:
         text = candidate.text
-        with contextlib.suppress(Unreadable):  # in the form that its pair will have
+        with contextlib.suppress(Unreadable):  # the canonical form, as in training pairs
             written = read_written(text)
             text = as_text(written.prompts, written.code)
         key = problem.key, text_key(text)
         if key in self._tried:
-            return  # another source had the same
+            return  # another source had the same graph
         self._tried[key] = candidate
         trial = self.trials.entries.get(key)
         if trial is None:
@@ -234,7 +234,7 @@ class Harvest:
             except Untried as error:
                 self._untried[str(error)] += 1
                 return
-            if trial.ending is not TrialEnding.REFUSED:  # which costs nothing to find again
+            if trial.ending is not TrialEnding.REFUSED:  # the check is free to repeat
                 self.trials.add(trial)
         self._found[key] = trial
 
@@ -257,8 +257,8 @@ class Harvest:
         await self._try(problem, Candidate("teacher", self.teacher.model, lesson.text))
 
     async def try_graph(self, problem: Problem, text: str) -> Trial:
-        """One graph on one problem: checked, executed and scored. What the check refuses is not
-        run: its fallback would cost calls and could be no pair.
+        """Check, execute and score a graph on a problem. A refused graph is not executed: its
+        fallback would cost model calls and cannot become a pair.
 
         Raises:
             Untried: the frozen models did not answer, or not in time.
@@ -287,7 +287,7 @@ class Harvest:
             unscored = f"no result in {self.seconds:g} s"
         except AflowTuneError:
             raise
-        except Exception as error:  # of a scorer of the user's
+        except Exception as error:  # from the user's scorer
             unscored = f"{type(error).__name__}: {error}"
         kept = context.kept.get(CALLER, {})
         if kept.get("outcome") == GraphEnding.TIMED_OUT:
@@ -342,15 +342,15 @@ class Harvest:
 def choose(
     solved: Sequence[Trial], *, per_problem: int = 1, per_structure: float | None = None, seed: int
 ) -> tuple[list[Trial], int, float | None]:
-    """Which of the graphs that solved their problems become training pairs: pairs in the order of
-    their problems, how many the cap dropped, and the share in force.
+    """Choose the training pairs: returns them in problem order, how many the cap dropped, and the
+    share in force (None without `per_structure`).
 
-    Of each problem the highest reward wins, that is the cheapest and simplest graph. So that the
-    policy does not learn to recite one graph, no structure has more than the share `per_structure`
-    of all pairs, or an equal share: problems move to another graph that solved them too, at the
-    least loss of reward, and what is still too much is dropped, the lowest rewards first."""
+    Of each problem, the `per_problem` structures with the highest rewards are taken. So that the
+    policy does not collapse onto one graph, a structure gets at most the share max(per_structure,
+    1 / structures) of all pairs, but at least one: problems move to another graph that solved them,
+    at the least loss of reward; any excess is dropped, lowest rewards first."""
     order = {problem: at for at, problem in enumerate(dict.fromkeys(s.problem for s in solved))}
-    # By problem, the best graph of each structure, best structure first.
+    # By problem, the best graph of each structure, best first.
     best: dict[str, dict[str, Trial]] = defaultdict(dict)
     for item in sorted(solved, key=lambda item: _rank(item, seed)):
         best[item.problem].setdefault(item.structure or "", item)
@@ -366,7 +366,7 @@ def choose(
 
 
 def _move(kept: dict[str, list[Trial]], best: dict[str, dict[str, Trial]], share: float) -> None:
-    """Give problems of crowded structures to others with room, at the least loss of reward."""
+    """Move problems from structures above the cap to others, at the least loss of reward."""
     most = math.floor(share * sum(map(len, kept.values())) + 1e-9)
     counts = Counter(item.structure or "" for items in kept.values() for item in items)
     for crowded in [name for name, count in counts.most_common() if count > most]:
@@ -388,12 +388,12 @@ def _move(kept: dict[str, list[Trial]], best: dict[str, dict[str, Trial]], share
 
 
 def _trim(kept: dict[str, list[Trial]], share: float, seed: int) -> int:
-    """Drop what is above the share of all that then remain; returns how many."""
+    """Drop pairs until no structure exceeds the share of those that remain; returns how many."""
     by_structure: dict[str | None, list[Trial]] = defaultdict(list)
     for item in [item for items in kept.values() for item in items]:
         by_structure[item.structure].append(item)
     counts = [len(items) for items in by_structure.values()]
-    # With at most `most` of each, so many remain; the share of `most` in it falls as it grows.
+    # The largest cap whose share of what then remains is allowed; the share grows with the cap.
     most = 1
     for wider in range(2, max(counts) + 1):
         if wider <= share * sum(min(count, wider) for count in counts) + 1e-9:
@@ -407,18 +407,18 @@ def _trim(kept: dict[str, list[Trial]], share: float, seed: int) -> int:
 
 
 def _rank(item: Trial, seed: int) -> tuple[float, bytes]:
-    """The highest reward first; equals by chance, but the same whenever it is repeated."""
+    """Sort key: highest reward first; ties in a random but reproducible order."""
     text = f"{seed}|{item.problem}|{item.text}"
     return -(item.reward or 0.0), hashlib.sha256(text.encode(errors="replace")).digest()
 
 
 def text_key(text: str) -> str:
-    """Short name of a graph's text."""
+    """A short hash of a graph's text."""
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
 
 def question_key(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Short name of what a teacher is asked."""
+    """A short hash of a teacher's prompt."""
     return text_key(json.dumps([dict(message) for message in messages], sort_keys=True))
 
 

@@ -1,7 +1,7 @@
 """Model clients: one interface over every endpoint, with retries, prices, a budget and a cache.
 
-`make_client` makes a client from settings, `as_client` one from whatever a workflow was given;
-`Spend` counts and limits what they use. Importing this room imports no SDK.
+`make_client` makes a client from settings, `as_client` wraps the model that a workflow was given;
+`Spend` counts and limits what they use. Importing this package imports no SDK.
 """
 
 from aflow_tune.models.cache import ResponseCache as ResponseCache

@@ -1,10 +1,10 @@
-"""A cache of answers, for evaluation: the same question to the same model is asked once.
+"""A cache of model replies, for evaluation: the same request to the same model is sent once.
 
-An entry is a file named by a digest of who answers, the question with its arguments, the sample of
-the evaluation, and how often the question was asked before in that sample (an ensemble must get
-different answers). It holds an answer, never a request or key. Models whose answers change under
-one name are not cached: those being tuned, AgentScope's, and servers of this machine, unless
-`weights` says which weights answer.
+An entry is a file named by a digest of the endpoint, the request, the sample of the evaluation, and
+how often the request was made before in that sample (an ensemble must get different answers). It
+holds a reply, never a request or key. Not cached are models whose answers may change under one
+name: the tuned model, AgentScope's models, AFlow-style llms, and servers on this machine unless
+`weights` identifies their weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from aflow_tune.files import write_whole
 from aflow_tune.models.redaction import scrub
 from aflow_tune.models.types import Ask, Reply, Usage
 
-_FORMAT = 1  # part of every key: raised when entries change their meaning
+_FORMAT = 1  # part of every key; increase it when the meaning of entries changes
 
 
 class ResponseCache:
@@ -35,15 +35,15 @@ class ResponseCache:
 
     @contextlib.contextmanager
     def activate(self, sample: int | str = 0, weights: str = "") -> Iterator[CacheUse]:
-        """Let the calls of this context use this cache. Each `sample` of an evaluation has answers
-        of its own; `weights`: a digest of what local servers serve."""
+        """Let the calls of this context use this cache. Each `sample` of an evaluation has its own
+        entries; `weights`: a digest of the weights of local servers."""
         with within(_current, CacheUse(self.folder, str(sample), weights)) as use:
             yield use
 
 
 @dataclass
 class CacheUse:
-    """The cache within one sample, which knows what was asked there before."""
+    """The cache within one sample; counts how often each request was made there."""
 
     folder: Path
     sample: str
@@ -52,7 +52,7 @@ class CacheUse:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def entry(self, endpoint: Mapping[str, Any], ask: Ask) -> Path | None:
-        """The file of the answer to `ask`, named by its key; None where it must not be cached."""
+        """The file for the answer to `ask`; None if it must not be cached."""
         if not self.weights and _is_local(endpoint.get("base_url")):
             return None
         who = json.dumps(dict(endpoint), sort_keys=True, default=repr)
@@ -65,7 +65,7 @@ class CacheUse:
 
 
 def read_entry(path: Path) -> Reply | None:
-    """The answer; None where there is none that can be trusted."""
+    """The cached reply; None if it is missing or damaged."""
     try:
         content = json.loads(path.read_bytes())
         body = content["reply"]
@@ -78,12 +78,12 @@ def read_entry(path: Path) -> Reply | None:
 
 
 def write_entry(path: Path, reply: Reply) -> None:
-    """Keep the answer. A full or read-only disk costs the entry, not the evaluation."""
+    """Store the reply. Errors of the disk are ignored: then there is no entry."""
     body = {name: getattr(reply, name) for name in ("text", "model", "finish_reason")}
     body["usage"] = None if reply.usage is None else vars(reply.usage)
     body["tool_calls"] = [dict(call) for call in reply.tool_calls]
     text = json.dumps({"key": path.stem, "reply": body})
-    if scrub(text) == text:  # else a server repeated a key in its answer
+    if scrub(text) == text:  # a server may repeat a key in its answer
         with contextlib.suppress(OSError):
             write_whole(path, text)
 
@@ -96,6 +96,6 @@ def current_cache() -> CacheUse | None:
 
 
 def _is_local(base_url: str | None) -> bool:
-    """Whether an address is this machine's, where the same name may serve other weights."""
+    """Whether an address is on this machine, where one name may serve different weights."""
     host = urllib.parse.urlsplit(base_url or "").hostname or ""
     return host.endswith("localhost") or host.startswith("127.") or host in ("::1", "::", "0.0.0.0")

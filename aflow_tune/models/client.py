@@ -1,9 +1,9 @@
-"""What all clients share, the scripted one, and clients over whatever a workflow was given.
+"""The base of all clients, a scripted client, and clients over models that a workflow was given.
 
-Everything that counts or limits a call happens in `BaseClient`; a subclass says how one question is
-answered. Calls of AgentScope's chat models go through the model itself, with its own records,
-retries and limits. The model being tuned is trained only on calls that are sampled as configured,
-so arguments that are None are not passed. An AFlow-style llm takes a prompt only.
+`BaseClient` counts, limits and caches calls; a subclass implements one request. An AgentScope chat
+model is called as it is, with its own records, retries and limits. The tuned model learns only from
+calls that are sampled as configured, so arguments that are None are not passed on. An AFlow-style
+llm takes a prompt only.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from aflow_tune.models.types import (
 
 
 class BaseClient:
-    """A `ModelClient` whose calls are counted, under `role`. `price` None: that of the role, if the
-    run has one; else unknown."""
+    """A `ModelClient` whose calls are counted under `role`. `price` None: the run's price for the
+    role, if it has one; else unknown."""
 
     def __init__(self, role: str, model: str, price: Price | None = None) -> None:
         self.role, self.model, self.price = role, model, price
 
     async def complete(self, messages: Sequence[Message], **options: Any) -> Reply:
-        """One answer: `types.ModelClient`. Also raises BadInput: the messages are malformed, this
-        client cannot pass an argument on, or a limit on money lacks the price."""
+        """One answer, see `types.ModelClient`. Also raises BadInput: the messages are malformed,
+        this client cannot pass an argument on, or a limit on money needs an unknown price."""
         ask = self._with_defaults(Ask(messages=messages, **options))
         ask.check()
         most = ask.most_prompt_tokens, self._most_tokens(ask)
@@ -66,26 +66,26 @@ class BaseClient:
         return reply
 
     def _with_defaults(self, ask: Ask) -> Ask:
-        """The question with the client's configuration filled in."""
+        """The request with the client's configuration filled in."""
         return ask
 
     def _endpoint(self) -> Mapping[str, Any] | None:
-        """What answers, for the cache's key. None: its answers cannot be cached."""
+        """Identifies the model in cache keys. None: its answers must not be cached."""
         return None
 
     def _most_tokens(self, ask: Ask) -> int | None:
-        """The most tokens of the answer; None where there is no bound."""
+        """The limit on the tokens of the answer; None if there is none."""
         return ask.max_tokens
 
     async def _answer(self, ask: Ask, call: Call) -> Reply:
-        """Ask the model inside of `async with call`, and settle that with the reply, whose usage,
-        cost and seconds the caller fills in."""
+        """Ask the model within `async with call`, and settle the call with the reply's usage. The
+        caller fills in usage, cost and seconds of the reply."""
         raise NotImplementedError
 
 
 class ScriptedModel(BaseClient):
-    """A `ModelClient` that answers from a list of texts, replies and errors to raise, in order; or
-    from a function of the messages, plain or async. `asked` holds every question, in order."""
+    """A `ModelClient` for tests. It answers from a list of texts, replies and errors to raise, in
+    order; or from a function of the messages, plain or async. `asked` lists all requests."""
 
     def __init__(
         self,
@@ -123,13 +123,13 @@ class ScriptedModel(BaseClient):
 
 def as_client(model: Any, role: str = "policy", price: Price | None = None) -> ModelClient:
     """A client over `model`: a client (returned as it is), an AgentScope chat model such as the one
-    that a tuned workflow gets, or an AFlow-style llm, `await llm(prompt) -> str`. Calls are counted
-    under `role`. `price` None: that of the role, if the run has one. BadInput: it is none of these.
+    that a tuned workflow gets, or an AFlow-style llm, `await llm(prompt) -> str`. `role`, `price`:
+    see `BaseClient`. Raises BadInput: it is none of these.
     """
     if inspect.iscoroutinefunction(getattr(model, "complete", None)) and hasattr(model, "role"):
         client: ModelClient = model
         return client
-    agentscope = sys.modules.get("agentscope.model._model_base")  # imports nothing by itself
+    agentscope = sys.modules.get("agentscope.model._model_base")  # no import of AgentScope
     if agentscope is not None and isinstance(model, agentscope.ChatModelBase):
         return AgentScopeClient(model, role, price)
     call = model if inspect.isroutine(model) else getattr(type(model), "__call__", None)  # noqa: B004
@@ -142,7 +142,7 @@ def as_client(model: Any, role: str = "policy", price: Price | None = None) -> M
 
 
 class _Adapter(BaseClient):
-    """A client over `inner`, whose exceptions become ours. Subclasses have `_ask`."""
+    """A client over `inner`, whose failures become `ModelError`. Subclasses define `_ask`."""
 
     inner: Any
     key = ""
@@ -158,7 +158,7 @@ class _Adapter(BaseClient):
             failure = model_error(error, self.model, [self.key])
             if failure is None:
                 raise
-        # Outside of the handler: an SDK's exception holds the whole request.
+        # Not in the handler: an SDK's exception holds the request, so do not chain it.
         raise failure
 
 
@@ -180,7 +180,7 @@ class AgentScopeClient(_Adapter):
             response = await self.inner(messages, **options)
             if hasattr(type(response), "__aiter__"):
                 parts = [part async for part in response]
-                response = parts[-1] if parts else None  # each holds all that was said so far
+                response = parts[-1] if parts else None  # each holds the whole text so far
             told = getattr(response, "usage", None)
             used = getattr(told, "input_tokens", None), getattr(told, "output_tokens", None)
             known = all(isinstance(count, int) for count in used)
@@ -193,7 +193,7 @@ class AgentScopeClient(_Adapter):
             return Reply(text=text, model=self.model, finish_reason=reason, tool_calls=calls)
 
     def _options(self, ask: Ask, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that were asked for. BadInput: this class may not take them."""
+        """The model's keyword arguments. Raises BadInput: its class may not take sampling ones."""
         if given and not self._takes:
             title, where = "This model cannot be asked so.", type(self.inner).__name__
             told = "a class that takes OpenAI's arguments", ", ".join(given)

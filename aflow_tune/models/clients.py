@@ -1,9 +1,9 @@
-"""Clients made from settings, and the models that a run offers by role.
+"""Makes clients from settings, and offers a run's models by role.
 
     from aflow_tune import client_for
     verdict = await client_for("judge").complete([{"role": "user", "content": answer}])
 
-Within a run the `models:` of its YAML answer; in a unit test `use_clients` does.
+Within a run `client_for` reads `models:` of its YAML; a unit test sets them by `use_clients`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _clients: ContextVar[Mapping[str, ModelClient]] = ContextVar("aflow_tune_clients
 
 
 def make_client(settings: ModelSettings, role: str = "executor") -> HttpClient:
-    """The client that the settings describe. BadInput: they are wrong, or the key is not set."""
+    """The client that the settings describe. Raises BadInput: they are wrong, or a key missing."""
     from aflow_tune.models.http_client import AnthropicClient, HttpClient
 
     kind = AnthropicClient if settings.provider == "anthropic" else HttpClient
@@ -39,13 +39,13 @@ def make_client(settings: ModelSettings, role: str = "executor") -> HttpClient:
 
 @contextlib.contextmanager
 def use_clients(clients: Mapping[str, ModelClient]) -> Iterator[None]:
-    """Let `client_for` answer from `clients` in this context and in everything it starts."""
+    """Let `client_for` look in `clients`, in this context and everything it starts."""
     with within(_clients, clients):
         yield
 
 
 def client_for(role: str) -> ModelClient:
-    """The model that the configuration names `role` under `models:`. BadInput: there is none."""
+    """The model that `models:` configures under `role`. Raises BadInput: there is none."""
     clients = _clients.get({})
     if role not in clients:
         title, where = "A workflow asked for a model that is not configured.", f"models.{role}"
@@ -57,29 +57,29 @@ def client_for(role: str) -> ModelClient:
 
 @dataclass(frozen=True)
 class RunSpend:
-    """What one run may spend, where that is counted, and the models that it names. Travels with
-    every task; holds names of environment variables, never keys."""
+    """The budget of one run, the file that counts its spend, and its models. Sent with every task;
+    holds names of environment variables, never keys."""
 
     account: str
-    """File of the run's `Spend`, shared by its processes."""
+    """The file of the run's `Spend`, shared by its processes."""
     limits: BudgetSection = field(default_factory=BudgetSection)
     models: Mapping[str, ModelSettings] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Count the calls of this context, and let `client_for` find its models."""
+        """Count this context's calls on the run, and let `client_for` find its models."""
         spend, clients = self._shared()
         with spend.activate(), use_clients(clients):
             yield
 
     def reached(self) -> str | None:
-        """The limit that some process of the run met first, or None."""
+        """The first limit that a process of the run reached, or None."""
         with contextlib.closing(Spend(self.limits, self.account)) as spend:
             return spend.reached() if spend.limited else None
 
     def start(self) -> None:
-        """At the start of a run: forget what a killed command had under way, and what this process
-        knows of an earlier run with the same file."""
+        """At the start of a run: drop the reservations of a killed command, and the clients that
+        this process made for an earlier run with the same file."""
         with _lock:
             for key in [key for key in _made if key[0] == self.account]:
                 del _made[key]
@@ -106,4 +106,4 @@ class RunSpend:
 
 _lock = threading.Lock()
 _made: dict[tuple[str, str], tuple[Spend, Mapping[str, ModelClient]]] = {}
-"""By the file and what a run says: all episodes of a process share a client's concurrency."""
+"""By account and settings: all rollouts of a process share the clients' concurrency limits."""

@@ -1,9 +1,9 @@
-"""Models behind OpenAI's and Anthropic's APIs, over the vendors' SDKs.
+"""Clients of OpenAI's and Anthropic's APIs, over the vendors' SDKs.
 
-The SDK authenticates, sends and retries: `retries` times, after what the server asks for
-(`Retry-After`), else after `backoff` seconds, doubled each time. Replies are read here from their
-bytes, because the SDKs accept any shape; a usage is settled before anything else can fail. All HTTP
-of a process runs in one event loop in a thread, where episodes share connections and limits.
+The SDK authenticates, sends and retries: `retries` times, after the time that the server asks for
+(`Retry-After`), else after `backoff` seconds, doubled each time, with jitter. Replies are parsed
+here from their bytes: the SDKs accept any shape. Usage is settled before anything else can fail.
+All HTTP of a process runs in one event loop in a thread; rollouts share connections and limits.
 
 Not covered: streaming, images for Anthropic. Keys follow no redirect.
 """
@@ -50,13 +50,13 @@ from aflow_tune.sections import ModelSettings
 
 T = TypeVar("T")
 
-LONGEST_BACKOFF = 30.0  # seconds between two attempts, unless the server asks for more
-MOST_TOKENS = 10**9  # a reply that claims to have used more is not believed
+LONGEST_BACKOFF = 30.0  # seconds between attempts, unless the server asks for more
+MOST_TOKENS = 10**9  # a larger count in a reply is ignored
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A list of models. `access`: granted, refused, unreachable, or unknown."""
+    """The models of an endpoint. `access`: granted, refused, unreachable, or unknown."""
 
     access: str
     models: frozenset[str] | None = None
@@ -64,9 +64,9 @@ class Listing:
 
 
 class HttpClient(BaseClient):
-    """A `ModelClient` for OpenAI and whatever speaks its chat-completions API. `role`: what the
-    usage is counted under, unless the settings say. BadInput: the settings are wrong, or the key
-    is not in the environment."""
+    """A `ModelClient` for OpenAI and compatible chat-completions APIs. Usage is counted under
+    `settings.role`, else `role`. Raises BadInput: the settings are wrong, or the key is not in the
+    environment."""
 
     address = "https://api.openai.com/v1"
     path = "/chat/completions"
@@ -84,17 +84,17 @@ class HttpClient(BaseClient):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __reduce__(self) -> Any:
-        """Keys and connections stay behind: where this is unpickled, they are made anew."""
+        """Pickles settings and role only: unpickling reads the keys again and reconnects."""
         return type(self), (self.settings, self.role)
 
     async def close(self) -> None:
-        """Close the connections, which the next call opens again."""
+        """Close the connections; the next call opens new ones."""
         sdk, self._sdk = self._sdk, None
         if sdk is not None and self._loop is _http_loop():
             await _in_http_loop(sdk.close)
 
     async def list_models(self, seconds: float) -> Listing:
-        """Ask once, for at most `seconds`: proves address and key, free of charge."""
+        """Ask once, for at most `seconds`: checks address and key free of charge."""
 
         async def ask() -> Listing:
             once: Any = {"cast_to": httpx2.Response, "options": {"max_retries": 0}}
@@ -127,7 +127,7 @@ class HttpClient(BaseClient):
         body = {name: value for name, value in self._body(ask).items() if value is not None}
 
         async def send() -> Reply:
-            # The slot first: nothing of the budget is kept from others while this one waits.
+            # The slot first: a call that waits for it reserves nothing of the budget.
             async with self._slot() as sdk, call:
                 response, failure = None, None
                 try:
@@ -136,13 +136,13 @@ class HttpClient(BaseClient):
                     response = getattr(error, "response", None)
                     call.retries = _retries(getattr(error, "request", None))
                     failure = self._error(error, call.retries)
-                # Outside of the handler: an SDK's exception holds the whole request.
+                # Not in the handler: an SDK's exception holds the request, so do not chain it.
                 return self._read(ask, response, failure, call)
 
         return await _in_http_loop(send)
 
     def _read(self, ask: Ask, response: Any, failure: ModelError | None, call: Call) -> Reply:
-        """Settle what a reply used, then make sense of it. Nothing here gives up control."""
+        """Settle a reply's usage, then parse it. Not async: it cannot be cancelled between."""
         content: Any = None
         if response is not None:
             with contextlib.suppress(ValueError, RecursionError, httpx2.StreamError):
@@ -161,7 +161,7 @@ class HttpClient(BaseClient):
         except (BadReply, LookupError, TypeError, AttributeError) as error:
             said = response.text if content is None else repr(content)
             why = error if isinstance(error, BadReply) else "the reply cannot be read"
-            # Cut far behind what is shown: keys are hidden in between, and a part would not be.
+            # Cut well after the shown part: keys are hidden later; a cut key would not be.
             failure = self._error(BadReply(f"{why}: {said[:10_000]}"), call.retries)
         raise failure
 
@@ -172,7 +172,7 @@ class HttpClient(BaseClient):
 
     @contextlib.asynccontextmanager
     async def _slot(self) -> AsyncIterator[Any]:
-        """The vendor's client, for one of `max_concurrency` requests at once."""
+        """The SDK's client, for one of at most `max_concurrency` requests."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # the first call, in this process
             self._loop, self._sdk = loop, None
@@ -184,20 +184,20 @@ class HttpClient(BaseClient):
                     api_key=self._key or "none",
                     base_url=self.settings.base_url or self.address,
                     max_retries=self.settings.retries,
-                    timeout=None,  # `_TimedClient` bounds all of an attempt
+                    timeout=None,  # `_TimedClient` bounds the whole attempt
                     default_headers=self._headers,
                     http_client=_http(self.settings.timeout),
                 )
             yield self._sdk
 
     def _make_sdk(self, **options: Any) -> Any:
-        """The vendor's client."""
+        """The SDK's client."""
         import openai
 
         return _patient(openai.AsyncOpenAI, self.settings.backoff)(**options)
 
     def _body(self, ask: Ask) -> dict[str, Any]:
-        """The JSON of a request; None is left out. BadInput: this API cannot be asked that."""
+        """The JSON of a request; None is left out. Raises BadInput: the API cannot express it."""
         # OpenAI's newer models refuse the old name; other servers may not know the new one.
         host = urllib.parse.urlsplit(self.settings.base_url or self.address).hostname or ""
         limit = "max_completion_tokens" if f".{host}".endswith(".openai.com") else "max_tokens"
@@ -214,7 +214,7 @@ class HttpClient(BaseClient):
         }
 
     def _reply(self, ask: Ask, content: Mapping[str, Any]) -> Reply:
-        """The answer in a reply's JSON. Raises BadReply where it is not what the API promises."""
+        """The answer in a reply's JSON. Raises BadReply, or what reading malformed JSON raises."""
         choice = content["choices"][0]
         message, reason = choice["message"], choice.get("finish_reason")
         said = message.get("content")
@@ -234,7 +234,7 @@ class HttpClient(BaseClient):
         return Reply(text_of(said), model, None, None, str(reason or "stop"), tuple(calls))
 
     def _usage(self, told: Mapping[str, Any]) -> Usage | None:
-        """What the part `usage` of a reply says; None where it cannot be read."""
+        """The `usage` of a reply; None if it cannot be read."""
         prompt, completion = _counts(told, "prompt_tokens", "completion_tokens")
         (cached,) = _counts(told.get("prompt_tokens_details"), "cached_tokens")
         known = prompt is not None and completion is not None
@@ -242,7 +242,7 @@ class HttpClient(BaseClient):
 
 
 class _TimedClient(httpx2.AsyncClient):
-    """Bounds a request from the connection to the last byte."""
+    """Bounds each request by `seconds`, from connecting to the last byte."""
 
     seconds = 0.0
 
@@ -261,7 +261,7 @@ def _http(seconds: float) -> httpx2.AsyncClient:
         client.seconds = seconds
         return client
     except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
-        # What the error says is not shown, as a proxy's address may hold a password.
+        # The error's text is not shown: a proxy's address may hold a password.
         title, where = "No model behind an API can be asked.", "SSL_CERT_*, *_PROXY"
         expected = "certificates and proxies that work"
         fix = "unset or correct them; a SOCKS proxy needs: pip install 'httpx2[socks]'"
@@ -269,7 +269,7 @@ def _http(seconds: float) -> httpx2.AsyncClient:
 
 
 def _patient(kind: type[Any], backoff: float) -> type[Any]:
-    """An SDK's client that waits as configured where the server does not say how long."""
+    """An SDK's client class with our backoff for servers that do not say how long to wait."""
 
     class Patient(kind):
         def _calculate_retry_timeout(
@@ -295,7 +295,7 @@ _loops: dict[int, asyncio.AbstractEventLoop] = {}
 
 
 def _http_loop() -> asyncio.AbstractEventLoop:
-    """The loop of this process; a forked child starts one of its own."""
+    """The HTTP loop of this process; a forked child starts its own."""
     with _lock:
         if (loop := _loops.get(os.getpid())) is None:
             loop = _loops[os.getpid()] = asyncio.new_event_loop()
@@ -304,18 +304,18 @@ def _http_loop() -> asyncio.AbstractEventLoop:
 
 
 async def _in_http_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Await `make()` in that loop, in a copy of the caller's context. Cancelling the caller cancels
-    it there, which closes its connection."""
+    """Await `make()` in the HTTP loop, in a copy of the caller's context. Cancelling the caller
+    cancels it, which closes its connection."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), _http_loop()))
 
 
 def _counts(told: Any, *names: str) -> list[int | None]:
-    """Counts of tokens from a reply; None for each that is missing or cannot be true."""
+    """Token counts from a reply; None for each that is missing or implausible."""
     values = [told.get(name) if isinstance(told, Mapping) else None for name in names]
     return [v if type(v) is int and 0 <= v <= MOST_TOKENS else None for v in values]
 
 
-DEFAULT_MAX_TOKENS = 4096  # for Anthropic, where nothing else is asked
+DEFAULT_MAX_TOKENS = 4096  # for Anthropic, if `max_tokens` is not given
 _REASONS = {
     "end_turn": "stop",
     "stop_sequence": "stop",
@@ -324,12 +324,12 @@ _REASONS = {
     "tool_use": "tool_calls",
     "refusal": "content_filter",
 }
-"""Anthropic's reasons to finish in OpenAI's words."""
+"""Anthropic's stop reasons as OpenAI's finish reasons."""
 
 
 class AnthropicClient(HttpClient):
-    """A `ModelClient` for Anthropic's messages API, which has no seed and wants a limit on the
-    answer. A JSON schema becomes a tool that the model must call."""
+    """A `ModelClient` for Anthropic's messages API, which has no seed and requires `max_tokens`. A
+    JSON schema becomes a tool that the model must call."""
 
     address = "https://api.anthropic.com"
     path = "/v1/messages"
@@ -338,7 +338,7 @@ class AnthropicClient(HttpClient):
     def _make_sdk(self, **options: Any) -> Any:
         import anthropic
 
-        # Addresses of compatible servers are often given with the version.
+        # Addresses of compatible servers often include the version.
         options["base_url"] = options["base_url"].rstrip("/").removesuffix("/v1")
         kind = _patient(anthropic.AsyncAnthropic, self.settings.backoff)
         return kind(open_telemetry=False, **options)
@@ -376,7 +376,7 @@ class AnthropicClient(HttpClient):
         if not content["content"] and reason not in ("stop", "length", "content_filter"):
             raise BadReply("the reply has no content")
         text, calls = read_blocks(content["content"], ask.schema)
-        if reason == "tool_calls" and not calls:  # the tool was the schema's
+        if reason == "tool_calls" and not calls:  # the tool was `answer_tool`
             reason = "stop"
         model = str(content.get("model") or self.model)
         return Reply(text, model, None, None, reason, calls)
@@ -391,8 +391,8 @@ class AnthropicClient(HttpClient):
 
 
 def _turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """OpenAI's messages as Anthropic's, without system messages; equal roles are joined. Raises
-    BadInput: a role or a part of a message has no counterpart."""
+    """OpenAI's messages as Anthropic's, without system messages; neighbours of one role are joined.
+    Raises BadInput: a role or a part of a message has no counterpart."""
     found: list[dict[str, Any]] = []
     for number, message in enumerate(messages):
         role, content = message["role"], message.get("content")
@@ -439,6 +439,6 @@ def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
         arguments = json.loads(told)
     except ValueError:
         arguments = told
-    # A model may have written arguments that are no object; the API takes nothing else.
+    # The API takes only an object; a model may have written something else.
     given = arguments if isinstance(arguments, Mapping) else {"value": arguments}
     return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": given}

@@ -1,8 +1,8 @@
-"""What tokens cost: the maintained list of the package genai-prices, with YAML prices on top.
+"""Prices of tokens: the list of the package genai-prices; prices in the YAML override it.
 
-Nothing is fetched. The address that is called decides whose prices apply. One that the list does
-not know is taken for a proxy of the vendor whose model has that name (`stands_in` says so), unless
-it is of this machine or a private network. An unknown price is None, never 0. Not covered:
+Nothing is fetched. The address that is called decides whose prices apply. An address that the list
+does not know counts as a proxy of the vendor that has a model of that name (`stands_in` names it),
+unless it is on this machine or a private network. An unknown price is None, never 0. Not covered:
 discounts, service tiers, images and audio.
 """
 
@@ -26,7 +26,7 @@ class Price(Protocol):
 
 @dataclass(frozen=True)
 class FixedPrice:
-    """US dollars for a million tokens; `cached_input` None is the same as `input`."""
+    """US dollars per million tokens; `cached_input` None means the same as `input`."""
 
     input: float
     output: float
@@ -41,14 +41,14 @@ class FixedPrice:
 
 @dataclass(frozen=True)
 class ListedPrice:
-    """A price of the list, with its tiers by prompt length and the dates it changed at."""
+    """A price of the list, with its tiers by prompt length and its changes over time."""
 
     provider: str | None
     address: str | None
     model: str
 
     def cost(self, usage: Usage) -> float:
-        """LookupError: the list does not know the model; `price_of` has checked that."""
+        """US dollars of one call. Raises LookupError: not in the list, which `price_of` checks."""
         from genai_prices import Usage as ListUsage
 
         provider, model = _find(self.provider, self.address, self.model)
@@ -63,8 +63,8 @@ class ListedPrice:
 def price_of(
     provider: str, base_url: str | None, model: str, given: PriceSettings | None = None
 ) -> Price | None:
-    """The price of `model` at the address that is called (None: the provider's own): as `given`,
-    else as listed, else None: unknown."""
+    """The price of `model` at `base_url` (None: the provider's own address): as `given`, else as
+    listed, else None: unknown."""
     if given is not None and given.input is not None and given.output is not None:
         return FixedPrice(given.input, given.output, given.cached_input)
     if given is not None and given.listed is not None:
@@ -84,7 +84,7 @@ def price_of(
 
 
 def stands_in(model: ModelSettings) -> str | None:
-    """Whose listed price is taken for a model behind an address that the list does not know."""
+    """The listed model, `VENDOR/MODEL`, whose price is used for an unknown address; else None."""
     price = price_of(model.provider, model.base_url, model.model or "", model.prices)
     named = model.prices is not None and model.prices.listed is not None
     if not isinstance(price, ListedPrice) or price.address or not model.base_url or named:
@@ -94,7 +94,7 @@ def stands_in(model: ModelSettings) -> str | None:
 
 
 def _by_name(model: str) -> list[ListedPrice]:
-    """The list's model of this name; proxies put the vendor's in front, as openai/gpt-4o-mini."""
+    """Listed models of this name; proxies may prefix the vendor, as in openai/gpt-4o-mini."""
     vendor, _, name = model.partition("/")
     return [*([ListedPrice(vendor, None, name)] if name else []), ListedPrice(None, None, model)]
 

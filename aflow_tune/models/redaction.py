@@ -1,8 +1,8 @@
-"""Keeping keys out of everything that is printed, logged, traced or saved.
+"""Keeps keys out of everything that is printed, logged, traced or saved.
 
-A server may repeat the key it was sent in its refusal, and an SDK's exception holds the whole
-request: texts pass `scrub`, exceptions are replaced by ours. Not covered: what other code logs by
-itself, and secrets in prompts.
+A server may repeat a key in its error message, and an SDK's exception holds the whole request. So
+texts go through `scrub`, and exceptions are replaced by ours. Not covered: what other code logs,
+and secrets in prompts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 HIDDEN = "[hidden]"
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL|CUSTOM_HEADERS", re.IGNORECASE)
-_LEAST_LENGTH = 6  # shorter values of the environment are no keys
+_LEAST_LENGTH = 6  # shorter values of environment variables are not taken for keys
 _SECRET_SETTING = re.compile(
     r"(^|_)(api_?key|secret(_key)?|password|passwd|credentials?|(access|auth|hf|bearer)_?token)$"
     r"|^token$",
@@ -27,7 +27,7 @@ _URL_PASSWORD = re.compile(r"(://[^/@:\s]*:)[^/@\s]+@")
 
 
 def masked(key: str, value: Any) -> Any:
-    """The value of the setting `key`, without what must not be shown. EMPTY is no secret."""
+    """The value of the setting `key` with secrets replaced by `***`. EMPTY is not a secret."""
     if not isinstance(value, str) or not value:
         return value
     name = key.rpartition(".")[2]
@@ -37,7 +37,7 @@ def masked(key: str, value: Any) -> Any:
 
 
 def scrub(text: str, secrets: Iterable[str] = ()) -> str:
-    """`text` without `secrets`, nor values of environment variables that are named like keys."""
+    """`text` with `secrets`, and values of variables that are named like keys, replaced."""
     found = {value for value in secrets if value}
     for name, value in os.environ.items():
         if _SECRET_NAME.search(name):
@@ -51,6 +51,6 @@ def scrub(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def short(text: str, secrets: Iterable[str] = (), limit: int = 300) -> str:
-    """One scrubbed line of at most `limit` characters; scrubbed before it is cut."""
+    """`text` as one line of at most `limit` characters, scrubbed before it is cut."""
     line = " ".join(scrub(text, secrets).split())
     return line if len(line) <= limit else line[: limit - 3] + "..."

@@ -1,7 +1,7 @@
-"""The section `models`: what is checked, and where keys come from.
+"""Checks the section `models` of a configuration, and reads its keys.
 
-A key lives in an environment variable, whose name the configuration holds. A value that is no name
-is refused without being shown, and so is an address with a user name or password.
+A key is in an environment variable, and the configuration holds the variable's name. A value that
+is not a name is refused without being shown, and so is an address with a user name or password.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def check_models(models: Mapping[str, ModelSettings]) -> list[Fault]:
-    """What is wrong with the section `models`, missing keys included."""
+    """The faults of the section `models`, missing keys included."""
     faults: list[Fault] = []
     for name, settings in models.items():
         if name == POLICY and settings.model is None:
@@ -42,8 +42,8 @@ def check_models(models: Mapping[str, ModelSettings]) -> list[Fault]:
 
 
 def credentials(settings: ModelSettings, role: str) -> tuple[str | None, dict[str, str]]:
-    """The key, if one is to be sent, and the extra headers, from the environment. BadInput: the
-    settings are wrong, or a variable is not set."""
+    """The key (None: none is sent) and the extra headers, from the environment. Raises BadInput:
+    the settings are wrong, or a variable is not set."""
     if faults := _faults(settings, f"models.{role}"):
         raise BadInput(f"The model for `{role}` cannot be used.", faults)
     variable = key_variable(settings)
@@ -53,10 +53,10 @@ def credentials(settings: ModelSettings, role: str) -> tuple[str | None, dict[st
 
 
 def key_variable(settings: ModelSettings) -> str | None:
-    """The name of the variable that the key is read from; None: no key is sent."""
+    """The name of the variable that holds the key; None: no key is sent."""
     if settings.api_key_env is not None:
         return settings.api_key_env
-    # A vendor's key is sent to the vendor only, unless somebody says otherwise.
+    # A vendor's key is sent only to the vendor, unless `api_key_env` names it.
     return _KEY_VARIABLES[settings.provider] if settings.base_url is None else None
 
 

@@ -1,18 +1,17 @@
-"""What a run may spend and what it has spent: one SQLite file for all its processes.
+"""The budget of a run and its spend: one SQLite file for all its processes.
 
 Every `Call` of a model reserves its worst case before it starts and is settled with its reply, each
-in one transaction, so any threads, processes and Ray workers of one machine may share a file; what
-a killed process had reserved is dropped. What is guaranteed:
+in one transaction, so threads, processes and Ray workers of one machine may share a file. The
+reservations of a killed process are dropped. Guarantees:
 
-- calls: never more than the limit. Retries of a call are none.
-- money and tokens, where a call has `max_tokens`: it starts only if what was spent, what is
-  reserved and its own worst case stay within the limit together; one that would fit but for those
-  under way waits for them. The worst case of a prompt is a token for each byte of its JSON and a
-  margin for the chat template, images aside.
-- money and tokens, without `max_tokens`: no call starts once the limit is spent. It can be exceeded
-  by the answers then under way.
-- A reply counts once, with the usage it reported, even if nothing else in it can be used; without
-  one with its worst case. A call without a reply counts nothing unless it reported usage.
+- calls: never more than the limit. Retries do not count as calls.
+- money and tokens, if a call has `max_tokens`: it starts only if spend, reservations and its own
+  worst case together stay within the limit; if only reservations prevent it, it waits for them. A
+  prompt's worst case is a token per byte of its JSON and a margin for the template, images aside.
+- money and tokens, without `max_tokens`: no call starts once the limit is spent. The answers under
+  way at that moment can exceed it.
+- A reply counts once, with the usage it reported, even if the rest of it is unusable; without usage
+  it counts its worst case. A failed call counts only as a call unless it reported usage.
 
 A model without a known price is refused under a limit on money. Without limits nothing is written.
 Not covered: processes on several machines (SQLite does not lock reliably over network file
@@ -42,7 +41,7 @@ from aflow_tune.models.types import ModelError, Usage
 from aflow_tune.sections import BudgetSection
 from aflow_tune.trace import ModelCall, note
 
-PICO = 10**12  # picodollars in a dollar: sums of whole ones do not depend on their order
+PICO = 10**12  # picodollars in a dollar: sums of integers do not depend on their order
 _BUSY_SECONDS = 60.0
 _LONGEST_PAUSE = 0.1
 _SCHEMA = """
@@ -60,7 +59,7 @@ CREATE TABLE IF NOT EXISTS reached (reason TEXT);
 
 
 def check_budget(limits: BudgetSection) -> list[Fault]:
-    """What is wrong with the section `budget`."""
+    """The faults of the section `budget`."""
     faults = []
     for name in ("wall_seconds", "usd", "tokens", "calls"):
         value: Any = getattr(limits, name)
@@ -72,7 +71,7 @@ def check_budget(limits: BudgetSection) -> list[Fault]:
 
 @dataclass(frozen=True)
 class Spent:
-    """Sums over all processes. `estimated_tokens`: of replies that told no usage."""
+    """Sums over all processes. `estimated_tokens`: worst cases of replies without usage."""
 
     calls: int = 0
     replies: int = 0
@@ -96,12 +95,13 @@ _SUMS = ", ".join(f"COALESCE(SUM({name}), 0)" for name in Spent.__dataclass_fiel
 
 
 class Spend:
-    """Limits, and the file that calls are held against. Survives a fork.
+    """The limits, and the file that counts calls. Survives a fork.
 
     Args:
-        limits: the section `budget`, `wall_seconds` aside. BadInput: one is negative or not finite.
-        path: the file, made where it is missing. None: this process's memory.
-        prices: by role, for clients that know none, such as the model being tuned.
+        limits: the section `budget`; `wall_seconds` is not enforced here. Raises BadInput: a limit
+            is negative or not finite.
+        path: the file, made if missing. None: this process's memory.
+        prices: by role, for clients that know none, such as the tuned model.
     """
 
     def __init__(
@@ -121,34 +121,34 @@ class Spend:
 
     @property
     def limited(self) -> bool:
-        """Whether there is a limit on money, tokens or calls."""
+        """Whether money, tokens or calls are limited."""
         return (self.limits.usd, self.limits.tokens, self.limits.calls) != (None, None, None)
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[Spend]:
-        """Count the calls of this context, and of everything it starts, here."""
+        """Count here the calls of this context and everything it starts."""
         with within(_current, self):
             yield self
 
     def spent(self, role: str | None = None) -> Spent:
-        """What was spent so far, by everybody or under one role."""
+        """The spend so far, of all processes, in total or of one role."""
         with self._transaction() as connection:
             return _spent(connection, role)
 
     def reached(self) -> str | None:
-        """The limit that some process of the run met first, or None."""
+        """The first limit that a process of the run reached, or None."""
         with self._transaction() as connection:
             row = connection.execute("SELECT reason FROM reached").fetchone()
         return row[0] if row else None
 
     def forget_calls(self) -> None:
-        """At the start of a run: drop every reservation, and that a limit was reached."""
+        """At the start of a run: drop all reservations, and the record of a reached limit."""
         with self._transaction() as connection:
             connection.execute("DELETE FROM held")
             connection.execute("DELETE FROM reached")
 
     def close(self) -> None:
-        """Close the file; the next use opens it again. What is in memory is lost."""
+        """Close the file; the next use opens it again. A spend in memory is lost."""
         with self._lock:
             if self._connection is not None and self._pid == os.getpid():
                 self._connection.close()
@@ -157,9 +157,9 @@ class Spend:
     def reserve(
         self, role: str, model: str, worst: Spent, bounded: bool, wait: bool
     ) -> int | str | None:
-        """Count a call and put `worst` aside, its worst case if it is `bounded`. Gives the number
-        of the reservation; or the limit that does not allow the call; or None where it can `wait`
-        and may fit when those under way have ended."""
+        """Count a call and reserve `worst`, which bounds it if `bounded`. Returns the number of the
+        reservation; the reached limit, as a text, if the call is not allowed; or None if it may
+        `wait`, because it may fit once calls under way have ended."""
         limits, full = self.limits, False
         most_pico = None if limits.usd is None else _pico(limits.usd)
         with self._transaction() as connection:
@@ -183,7 +183,7 @@ class Spend:
                     connection.execute(first, (reason,))
                     return reason
             if full:
-                # Reservations of processes that are gone.
+                # Drop reservations of processes that are gone.
                 for (pid,) in connection.execute("SELECT DISTINCT pid FROM held").fetchall():
                     if not psutil.pid_exists(pid):
                         connection.execute("DELETE FROM held WHERE pid = ?", (pid,))
@@ -195,7 +195,7 @@ class Spend:
             ).lastrowid
 
     def settle(self, number: int, role: str, model: str, used: Spent | None) -> None:
-        """Replace a reservation by what the reply used. None: no reply came."""
+        """Replace a reservation by the reply's usage. None: no reply came."""
         with self._transaction() as connection:
             connection.execute("DELETE FROM held WHERE id = ?", (number,))
             if used is not None:
@@ -203,7 +203,7 @@ class Spend:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, self._open() as connection:  # which commits, or rolls back
+        with self._lock, self._open() as connection:  # commits or rolls back
             connection.execute("BEGIN IMMEDIATE")
             yield connection
 
@@ -213,7 +213,7 @@ class Spend:
         options: Any = {"isolation_level": None, "check_same_thread": False}
         connection = sqlite3.connect(self.path or ":memory:", _BUSY_SECONDS, **options)
         if self.path is not None:
-            # Busy where another process changes the mode of a new file, which then holds for all.
+            # Fails if another process sets it at the same time; the mode holds for all.
             with contextlib.suppress(sqlite3.OperationalError):
                 connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
@@ -224,16 +224,16 @@ class Spend:
 
 @dataclass
 class Call:
-    """One call: reserved when it is entered, settled with its reply, noted when it is over."""
+    """One call: reserved on entry, settled with its reply, noted in the trace at its end."""
 
     spend: Spend
     role: str
     model: str
-    price: Price | None  # None: that of the role, if it has one; else unknown
-    prompt_tokens: Callable[[], int]  # the most that there may be; asked under a limit only
-    max_tokens: int | None  # of the answer; None: there is no bound
+    price: Price | None  # None: the role's price in `spend`, if any; else unknown
+    prompt_tokens: Callable[[], int]  # an upper bound; called under a limit only
+    max_tokens: int | None  # of the answer; None: unbounded
     usage: Usage | None = field(default=None, init=False)
-    cost: float | None = field(default=0.0, init=False)  # None where it is not known
+    cost: float | None = field(default=0.0, init=False)  # None if unknown
     retries: int = field(default=0, init=False)
     seconds: float = field(default=0.0, init=False)
 
@@ -245,7 +245,7 @@ class Call:
         self._within = contextlib.ExitStack()
 
     async def __aenter__(self) -> Call:
-        """BudgetReached: it may not start. BadInput: money is limited and the price not known."""
+        """Raises BudgetReached: it may not start; BadInput: money is limited, the price unknown."""
         if self.spend.limited:
             await self._reserve()
         self._started = time.monotonic()
@@ -267,7 +267,7 @@ class Call:
             pico=0 if self.price is None else _pico(self.price.cost(worst)),
         )
         of, pause = (self.role, self.model, self._worst, self.max_tokens is not None), 0.005
-        # One that is made inside of another would wait for itself.
+        # A call within another call would wait for that one, and so for itself.
         while (number := self.spend.reserve(*of, wait=not in_call())) is None:
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE)
@@ -276,7 +276,7 @@ class Call:
         self._number = number
 
     def settle(self, usage: Usage | None) -> None:
-        """Count what the reply used; None: it did not say. Only the first time counts."""
+        """Count the reply's usage; None: it reported none. Later calls do nothing."""
         if self._replied:
             return
         self._replied = True
@@ -297,13 +297,13 @@ class Call:
     def _cost_of(self, usage: Usage | None) -> float | None:
         if self.price is None:
             return None
-        if usage is None:  # known only where nothing costs anything
+        if usage is None:  # known only if the price is zero
             return 0.0 if self.price.cost(Usage(1, 1)) == 0.0 else None
         return self.price.cost(usage)
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Note the call in the trace at the end of the block, with a word for how it failed."""
+        """Note the call in the trace at the end of the block, with the kind of its failure."""
         failure: str | None = None
         try:
             yield
@@ -318,7 +318,7 @@ class Call:
                 self._note(failure=failure)
 
     def answered_from_cache(self, usage: Usage | None) -> None:
-        """Note a call that cost nothing, with what its answer had cost. Counts no call."""
+        """Note in the trace an answer from the cache, with its original cost. Spends nothing."""
         self._started = time.monotonic()
         self.usage, self.cost = usage, self._cost_of(usage)
         self._note(from_cache=True)
@@ -340,12 +340,12 @@ def current_spend() -> Spend:
 
 
 def in_call() -> bool:
-    """Whether this code runs inside of a call that is counted already."""
+    """Whether this code runs within a call that is already counted."""
     return _in_call.get()
 
 
 def unpriced(role: str, model: str) -> Fault:
-    """What is wrong with a limit on money where this model's price is not known."""
+    """The fault of a limit on money if this model's price is unknown."""
     fix = (
         f"models: {{{role}: {{prices: {{input: ..., output: ...}}}}}} in US dollars for a million "
         "tokens, 0 for a model of your own, or {listed: NAME}; or limit budget.tokens instead"

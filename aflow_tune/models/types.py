@@ -1,6 +1,6 @@
-"""The vocabulary of model clients: what is asked, what comes back, how it can fail.
+"""Types of the model clients: requests, replies, and failures.
 
-Messages, tools and tool calls have OpenAI's form everywhere; other APIs' clients translate it.
+Messages, tools and tool calls have OpenAI's form everywhere; clients of other APIs translate them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Protocol
 from aflow_tune.errors import AflowTuneError, BadInput
 from aflow_tune.models.redaction import short
 
-Message = Mapping[str, Any]  # as OpenAI's API takes it: `role`, `content`, perhaps `tool_calls`
+Message = Mapping[str, Any]  # in OpenAI's form: `role`, `content`, perhaps `tool_calls`
 
 
 class ModelFailure(StrEnum):
-    """Why a call of a model gave no answer. The value is its word in traces and metrics."""
+    """Why a model call failed. The value is what traces and metrics hold."""
 
     RATE_LIMITED = "rate_limited"
     SERVER = "server_error"
@@ -27,11 +27,11 @@ class ModelFailure(StrEnum):
     TIMED_OUT = "timed_out"
     BAD_REPLY = "bad_reply"
     REFUSED = "refused"
-    """The request itself was refused (a wrong key, model or argument): retrying is useless."""
+    """The request itself was refused (a wrong key, model or argument): a retry would fail too."""
 
 
 class ModelError(AflowTuneError, RuntimeError):
-    """A call failed after all its retries."""
+    """A call failed, after all its retries if they could help."""
 
     def __init__(self, failure: ModelFailure, message: str) -> None:
         super().__init__(failure, message)
@@ -43,7 +43,7 @@ class ModelError(AflowTuneError, RuntimeError):
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one call. `cached_tokens` is the part of the prompt that the vendor reused."""
+    """Tokens of one call. `cached_tokens` of the prompt were in the vendor's cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -52,7 +52,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer. `usage` and `cost` (US dollars) are None where they are not known."""
+    """One answer. `usage` and `cost` (US dollars) are None if unknown."""
 
     text: str
     model: str
@@ -65,8 +65,8 @@ class Reply:
 
 
 class ModelClient(Protocol):
-    """Whatever answers chat messages. `role` is 'policy', 'executor', 'judge' or a name of the
-    user's: usage is counted by it."""
+    """A chat model. Usage is counted under `role`: 'policy', 'executor', 'judge', or a name of the
+    user's."""
 
     role: str
     model: str
@@ -83,14 +83,14 @@ class ModelClient(Protocol):
         schema: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Reply:
-        """One answer. `schema`: a JSON schema that the answer should follow. Arguments that are
-        None are left to the client's configuration. Raises ModelError: no answer after all
-        retries; BudgetReached: the run's budget does not allow the call."""
+        """One answer. `schema`: a JSON schema that the answer should follow. For arguments that
+        are None the client's configuration holds. Raises ModelError: the call failed;
+        BudgetReached: the run's budget does not allow the call."""
         ...
 
 
 _TEMPLATE_TOKENS, _MESSAGE_TOKENS, _TOOL_PROMPT_TOKENS = 64, 16, 1024
-"""What a template may add to a conversation, to each message, and for tools."""
+"""Tokens that a chat template may add: to a conversation, to each message, for tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Ask:
     tools: Sequence[Mapping[str, Any]] = ()
 
     def check(self) -> None:
-        """Raises BadInput where the messages are no conversation."""
+        """Raises BadInput: `messages` is not a list of messages, or `stop` is a text."""
         wrong: list[tuple[str, Any]] = []
         if not self.messages or isinstance(self.messages, str | Mapping):
             wrong = [("messages", self.messages)]
@@ -126,7 +126,7 @@ class Ask:
             raise BadInput.of(title, where, expected, f"{found!r:.80}", fix)
 
     def most_prompt_tokens(self) -> int:
-        """An upper bound for texts: a token is at least one byte of the request's JSON."""
+        """An upper bound, images aside: a token is at least one byte of the request's JSON."""
         parts = [list(map(dict, self.messages)), self.schema, list(map(dict, self.tools))]
         text = json.dumps(parts, ensure_ascii=False, default=str)
         extra = _TOOL_PROMPT_TOKENS if self.tools or self.schema else 0
@@ -134,7 +134,7 @@ class Ask:
         return len(text.encode(errors="replace")) + extra
 
     def identity(self) -> str:
-        """A canonical text of everything asked; equal texts are equal questions."""
+        """A canonical JSON text of the request, for cache keys."""
         content = {**vars(self), "stop": list(self.stop)}
         content["messages"] = [dict(message) for message in self.messages]
         content["tools"] = [dict(tool) for tool in self.tools]
@@ -147,7 +147,7 @@ def tool_call(identifier: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content: a text, or a list of parts of which some are text."""
+    """The text of a message's content, which is None, a text, or a list of parts."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = [part.get("text") for part in content if isinstance(part, Mapping)]
@@ -155,11 +155,11 @@ def text_of(content: Any) -> str:
 
 
 ANSWER_TOOL = "answer"
-"""The tool by which a model without JSON schemas is made to follow one."""
+"""The tool that replaces a JSON schema for APIs without them."""
 
 
 def answer_tool(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool whose arguments follow `schema`, which is wrapped if it is no object's."""
+    """A tool whose arguments follow `schema`, as the field `value` unless it is an object's."""
     if schema.get("type") != "object":
         schema = {"type": "object", "properties": {"value": schema}, "required": ["value"]}
     told = "Give your answer by calling this tool, once."
@@ -170,8 +170,8 @@ def answer_tool(schema: Mapping[str, Any]) -> dict[str, Any]:
 def read_blocks(
     blocks: Sequence[Any], schema: Mapping[str, Any] | None
 ) -> tuple[str, tuple[Mapping[str, Any], ...]]:
-    """Text and tool calls of an answer in Anthropic's or AgentScope's blocks; what `answer_tool`
-    was given becomes the text. TypeError, KeyError, AttributeError: another form."""
+    """Text and tool calls of an answer in Anthropic's or AgentScope's blocks; the arguments of
+    `answer_tool` become the text. Raises TypeError, KeyError, AttributeError: malformed blocks."""
     texts: list[str] = []
     calls: list[Mapping[str, Any]] = []
     for block in blocks:
@@ -190,7 +190,7 @@ def read_blocks(
 
 
 def response_format(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAI's form of a JSON schema for the answer, strict where the schema allows that."""
+    """OpenAI's `response_format` for a JSON schema, strict if the schema allows that."""
     named = {"name": "answer", "schema": dict(schema), "strict": _can_be_strict(schema)}
     return {"type": "json_schema", "json_schema": named}
 
@@ -209,7 +209,7 @@ def _can_be_strict(schema: Any) -> bool:
     return all(map(_can_be_strict, schema.values()))
 
 
-# Exceptions of both SDKs are recognised by their shape, so that this module imports none.
+# Exceptions of both SDKs are recognised by name and attributes, to import neither here.
 
 _TRANSPORT = {"httpx", "httpx2", "httpcore", "httpcore2", "aiohttp", "h11", "anyio"}
 _BY_STATUS = {
@@ -219,13 +219,13 @@ _BY_STATUS = {
 
 
 class BadReply(Exception):
-    """A reply came that is not what the API promises. The text says what is wrong with it."""
+    """The reply does not follow the API. The text says what is wrong with it."""
 
 
 def model_error(
     error: BaseException, model: str, secrets: Iterable[str] = (), retries: int = 0
 ) -> ModelError | None:
-    """An exception of a request as ours; None: it is no failure of a request."""
+    """An exception of a request as a `ModelError`; None if it is not a failed request."""
     found = failure_of(error)
     if found is None:
         return None
@@ -234,7 +234,7 @@ def model_error(
 
 
 def failure_of(error: BaseException) -> tuple[ModelFailure, str] | None:
-    """The word for an exception of a request, and what happened. The text may hold keys."""
+    """The kind of a failed request, and what happened; None for other exceptions. May hold keys."""
     status, response = getattr(error, "status_code", None), getattr(error, "response", None)
     if isinstance(status, int) and response is not None:
         return _by_status(status, getattr(response, "content", b""))
@@ -259,7 +259,7 @@ def failure_of(error: BaseException) -> tuple[ModelFailure, str] | None:
 
 
 def _by_status(status: int, body: bytes) -> tuple[ModelFailure, str]:
-    """By the status and an error's body in OpenAI's and Anthropic's form, or any other."""
+    """The failure by HTTP status; a body in OpenAI's or Anthropic's form gives its message."""
     reason, code = body.decode(errors="replace"), None
     with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError, AttributeError):
         told = json.loads(body)["error"]

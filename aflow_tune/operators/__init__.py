@@ -1,12 +1,12 @@
-"""The operators that workflows are made of.
+"""The operators that workflows are built from.
 
     review = Review(model, name="strict")
     verdict = await review(problem, solution)
     verdict["review_result"], verdict.outcome
 
-The ten of AFlow, with its arguments and keys, and the base class for more. A use returns an
-`OperatorResult`: a dict with the operator's keys and a typed outcome beside it. A workflow function
-may just call a user's subclass of `Operator`; for graphs, which know operators by name, it is named
+AFlow's ten, with its arguments and result keys, and the base class for more. A call returns an
+`OperatorResult`: a dict with the operator's keys, plus a typed outcome. A workflow function calls a
+user's subclass of `Operator` directly; graphs refer to operators by name, so for them it is listed
 in the configuration: `operators: {Summarise: my_operators.py:Summarise}`.
 """
 
@@ -68,7 +68,7 @@ OPERATORS: dict[str, type[Operator]] = {
         Revise, MdEnsemble,
     )
 }  # fmt: skip
-"""Every operator of ours, by the name that graphs use."""
+"""The shipped operators, by the name that graphs use."""
 
 
 def load_operators(
@@ -77,12 +77,12 @@ def load_operators(
     """The operators that a configuration names.
 
     Args:
-        named: name to `module:Class` or `path/file.py:Class`, or to the class itself; or a list
+        named: from names to `module:Class`, `path/file.py:Class` or the class itself; or a list
             of these, each under its class's name.
-        base_dir: what paths are relative to beside the current folder.
+        base_dir: base of relative paths, besides the current folder.
 
     Raises:
-        BadInput: with everything that is no operator, or has the name of another.
+        BadInput: with every entry that is no operator, or whose name is taken or not its class's.
     """
     from aflow_tune.contract.plugins import resolve
 
@@ -106,7 +106,7 @@ def load_operators(
             shown = f"{kind!r:.80}"
             faults.append(Fault(where, expected, shown, "name the class: path/file.py:Class"))
         elif taken not in (None, kind) or kind.__name__ != name:
-            # Traces, experiences and prompts name an operator by its class.
+            # Traces, experiences and prompts identify an operator by its class name.
             expected = f"the class's name, {kind.__name__}, which no other operator has"
             faults.append(Fault(where, expected, name, "use that name, or rename the class"))
         else:
@@ -121,8 +121,8 @@ def check_prompts(
     where: str = "prompts",
     operators: Mapping[str, type[Operator]] = OPERATORS,
 ) -> None:
-    """Check the prompts of a run: by operator, by `Operator.instance`, and under `forms`. Raises
-    `BadInput` with every name that no operator has, and every text that does not fit."""
+    """Check the prompts of a run, by operator, `Operator.instance` or `forms`. Raises `BadInput`
+    with every unknown name and every text with wrong placeholders."""
     faults: list[Fault] = []
     slots = {FORMS: FORM_PROMPTS, **{name: kind.asks for name, kind in operators.items()}}
     for key, texts in prompts.items():

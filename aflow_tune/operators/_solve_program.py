@@ -1,7 +1,7 @@
-"""Runs in the sandbox: a model's program `solution.py`, and the answer of its `solve()`.
+"""Program in the sandbox: executes a model's `solution.py` and prints the result of its `solve()`.
 
-What it prints while it runs is kept, and is the answer where `solve()` returns None. Guards
-nothing: the program may print whatever it likes as its own answer. Never imported.
+What the program prints is the answer if `solve()` returns None, and is discarded otherwise. This
+file is no security boundary: the program can print any answer it likes. Never imported.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ def main() -> None:
             exec(compile(source, "solution.py", "exec"), space)
             answer = space["solve"]()
     except Exception as error:
-        # From the first line of the program on: the frames before are this file's.
+        # Leave out the frames of this file.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != "solution.py":
             trace = trace.tb_next

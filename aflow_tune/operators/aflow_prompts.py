@@ -2,11 +2,11 @@
 
     prompts: {preset: AFlow/workspace/GSM8K/workflows/template/op_prompt.py}
 
-so that scores compare with published ones. AFlow's files are parsed, never executed. Beside
-`op_prompt.py` two more are read: `operator_an.py` (what AFlow says about each field) and
-`scripts/formatter.py` of the checkout (how it asks for a form). With all three a first question is
-AFlow's to the letter; where one is missing, our own sentences about the form come at the end. What
-is said after a failed program or test, and being asked again, is ours in any case.
+so that scores can be compared with published ones. AFlow's files are parsed, never executed.
+Besides `op_prompt.py`, `operator_an.py` (descriptions of the fields) and `scripts/formatter.py` of
+the checkout (how a form is asked for) are read. With all three, a first prompt equals AFlow's; if
+one is missing, our sentences about the form follow at the end. Prompts after a failed program or
+test, or an unreadable reply, contain our own text in any case.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aflow_tune.operators.prompts import FORMS, MAIN, NO_FORM, Texts
 PRESET = "preset"  # the key under `prompts:`
 _FAILED = "\nThis program was written before:\nCode: {code}\n\nStatus: Error, {error}"
 _WORDS = {"question": "{problem}", "problem_description": "{problem}"}
-"""What stands for placeholders of AFlow's that are not called as ours."""
+"""Our replacements for AFlow's placeholders with other names."""
 _LIST = _WORDS | {"solutions": "{solutions}\n\n"}
 _TESTED = _WORDS | {"exec_pass": "it was run", "test_fail": "{failure}"}
 _USES = (
@@ -37,16 +37,16 @@ _USES = (
     ("REVIEW_PROMPT", "Review", MAIN, "ReviewOp", _WORDS),
     ("REVISE_PROMPT", "Revise", MAIN, "ReviseOp", _WORDS),
 )
-"""AFlow's constant, our operator and prompt, what is asked for (a class of operator_an.py; the
-function of a program, '' for any; None for nothing), and what stands for its placeholders."""
+"""AFlow's constant; our operator and prompt; what is asked for (a class of operator_an.py, or the
+function that a program defines, '' for any; None: nothing); replacements of placeholders."""
 _CANDIDATE = "{label}: \n{solution}\n"
 
 
 def with_preset(prompts: Mapping[str, Texts], path: Path) -> dict[str, Texts]:
-    """A run's prompts over those of AFlow's op_prompt.py; an operator's own entry replaces AFlow's.
+    """The run's `prompts` on top of those in AFlow's op_prompt.py at `path`, by operator.
 
     Raises:
-        BadInput: the file cannot be read, or holds no prompt of an operator.
+        BadInput: a file cannot be read, or op_prompt.py has no prompt of an operator.
     """
     texts = {
         target.id: node.value.value
@@ -93,7 +93,7 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _ours(text: str, values: Mapping[str, str], where: str) -> str:
-    """A text for `str.format` as a template of ours."""
+    """Convert a template for `str.format` to one of ours."""
     made, put = "", []
     try:
         for plain, name, _, _ in string.Formatter().parse(text):
@@ -113,7 +113,7 @@ def _escaped(text: str) -> str:
 
 
 def _fields(path: Path) -> dict[str | None, str]:
-    """What operator_an.py asks for, as elements, by the class that holds the fields."""
+    """The fields in operator_an.py as XML elements, by the class that holds them."""
     beside, asked = path.with_name("operator_an.py"), {}
     for node in _parsed(beside).body if beside.is_file() else ():
         lines = []
@@ -129,7 +129,7 @@ def _fields(path: Path) -> dict[str | None, str]:
 
 
 def _formats(path: Path) -> tuple[str, list[str]]:
-    """How formatter.py of the checkout asks for elements and for code; empty where it lacks."""
+    """How formatter.py of the checkout asks for XML and for code; empty if missing."""
     tops = [folder / "scripts" / "formatter.py" for folder in path.resolve().parents]
     formatter = next((file for file in tops if file.is_file()), None)
     methods = {
@@ -145,7 +145,7 @@ def _formats(path: Path) -> tuple[str, list[str]]:
 
 
 def _for_code(written: list[str], entry_point: str) -> str:
-    """How it asks for a program that defines this, a name or a placeholder; '' for any."""
+    """How AFlow asks for a program that defines a name or placeholder; '' for any."""
     text = _escaped(written[0])
     if entry_point and len(written) > 1:
         text += _escaped(written[1]).replace("\0", entry_point)
@@ -153,8 +153,8 @@ def _for_code(written: list[str], entry_point: str) -> str:
 
 
 def _written(method: ast.FunctionDef) -> list[str]:
-    """The texts that a formatter puts together, in order; a value within one becomes a null
-    character, one at its end (the fields) is left out."""
+    """The text pieces that a formatter's method joins, in order; an inserted value becomes a null
+    character, or is dropped at the end of a piece (the fields)."""
     found = []
     for node in ast.walk(method):
         parts = ast.walk(node.value) if isinstance(node, ast.Assign | ast.AugAssign) else ()

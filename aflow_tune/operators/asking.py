@@ -1,9 +1,9 @@
-"""The operators that only ask a model: eight of AFlow's ten.
+"""The operators that only call a model: eight of AFlow's ten.
 
 The ensembles choose one of several solutions, labelled A to Z, AA, AB and so on. Equal texts stay
-two candidates; a whole result of an operator is shown as its text and handed back as it is, as in
-AFlow; empty candidates are not put to the vote. Where no vote can be read, the candidate that
-occurs most often is returned (of several the first), with the outcome 'unreadable'.
+separate candidates; a candidate that is an operator's whole result is shown as text and returned
+unchanged, as in AFlow; empty candidates are not shown. If no vote can be read, the most frequent
+candidate is returned (the first of equals), with the outcome 'unreadable'.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Custom(Operator):
     async def run(
         self, input: str, instruction: str = "", mode: str | None = None
     ) -> OperatorResult:
-        """The reply to instruction and input, one straight after the other as in AFlow."""
+        """The reply to the instruction directly followed by the input, as in AFlow."""
         return await self.ask({"input": input, "instruction": instruction}, mode=mode)
 
 
@@ -59,7 +59,7 @@ class AnswerGenerate(Operator):
     asks = {"main": Prompt(needs=("input",))}
 
     async def run(self, input: str, mode: str | None = None) -> OperatorResult:
-        """`thought` may be empty; without an `answer` the reply cannot be read."""
+        """`thought` may be empty; a reply without `answer` is unreadable."""
         return await self.ask({"input": input}, mode=mode)
 
 
@@ -74,7 +74,7 @@ class CustomCodeGenerate(Operator):
     async def run(
         self, problem: str, entry_point: str = "", instruction: str = ""
     ) -> OperatorResult:
-        """A reply without Python that defines `entry_point` cannot be read."""
+        """A reply without Python that defines `entry_point` is unreadable."""
         fields = [replace(self.fields[0], entry_point=entry_point or "")]
         values = {"problem": problem, "entry_point": entry_point, "instruction": instruction}
         return await self.ask(values, fields=fields)
@@ -89,7 +89,7 @@ class Format(Operator):
     returns = {"response": "the answer alone", "solution": "the same"}
 
     async def run(self, problem: str, solution: str, mode: str | None = None) -> OperatorResult:
-        """The answer under both names that graphs use."""
+        """The answer, under both keys that AFlow's graphs use."""
         answer = await self.ask({"problem": problem, "solution": solution}, mode=mode)
         answer["solution"] = answer["response"]
         return answer
@@ -105,7 +105,7 @@ class Review(Operator):
     asks = {"main": Prompt(needs=("solution",), may=("problem",))}
 
     async def run(self, problem: str, solution: str, mode: str | None = None) -> OperatorResult:
-        """`review_result` is a bool. A review that cannot be read approves nothing: False."""
+        """`review_result` is a bool, and False if the review is unreadable."""
         return await self.ask({"problem": problem, "solution": solution}, mode=mode)
 
 
@@ -118,7 +118,7 @@ class Revise(Operator):
     async def run(
         self, problem: str, solution: str, feedback: str, mode: str | None = None
     ) -> OperatorResult:
-        """A revision that cannot be read leaves the solution as it was."""
+        """An unreadable revision returns the solution unchanged."""
         values = {"problem": problem, "solution": solution, "feedback": feedback}
         revised = await self.ask(values, mode=mode)
         if revised.outcome is Outcome.UNREADABLE:
@@ -127,7 +127,7 @@ class Revise(Operator):
 
 
 class _Ensemble(Operator):
-    """What both ensembles share: checking the candidates, and one vote."""
+    """Shared by both ensembles: checking the candidates, and one vote."""
 
     fields = (
         Field("thought", description="how the candidates compare", required=False),
@@ -136,7 +136,7 @@ class _Ensemble(Operator):
     asks = {"main": Prompt(needs=("solutions",), may=("problem",))}
 
     def _candidates(self, solutions: Sequence[Any]) -> tuple[list[str], list[int]]:
-        """The candidates as texts, and the places of those that have one."""
+        """The candidates as texts, and the indices of those that are not empty."""
         where, kinds = f"{self.caller}: solutions", (str, int, float, Mapping, type(None))
         good = isinstance(solutions, Sequence) and not isinstance(solutions, str)
         if not (good and solutions and all(isinstance(item, kinds) for item in solutions)):
@@ -149,7 +149,7 @@ class _Ensemble(Operator):
     async def _vote(
         self, problem: str, candidates: Sequence[str], order: Sequence[int], mode: str | None
     ) -> tuple[int | None, OperatorResult]:
-        """The place of the chosen candidate, or None; `order` is how they are shown."""
+        """The index of the chosen candidate, or None. They are shown in `order`."""
         names = labels(len(order))
         shown = [
             form_text("candidate", {"label": name, "solution": candidates[place]})
@@ -169,7 +169,7 @@ class ScEnsemble(_Ensemble):
     returns = {"response": "the chosen solution"}
 
     async def run(self, solutions: list[str], problem: str = "") -> OperatorResult:
-        """The chosen candidate. `BadInput`: there is none, or one is neither text nor result."""
+        """The chosen candidate. `BadInput`: no candidates, or one is neither text nor result."""
         candidates, order = self._candidates(solutions)
         if not order:
             chosen = _given(solutions, 0)
@@ -182,11 +182,11 @@ class ScEnsemble(_Ensemble):
 class MdEnsemble(_Ensemble):
     """Chooses the best solution by majority over several votes, shuffled each time.
 
-    So a preference for places cancels out. The order is drawn from `seed`, the problem and the
-    candidates: equal uses ask equal questions.
+    Shuffling cancels a preference for positions. The orders depend on `seed`, the problem and the
+    candidates only, so equal calls send equal prompts.
 
     Args:
-        vote_count: how many votes, from 1 to 100.
+        vote_count: number of votes, from 1 to 100.
         seed: of the orders in which candidates are shown.
     """
 
@@ -209,13 +209,13 @@ class MdEnsemble(_Ensemble):
     def most_calls(
         cls, *, retries: int = RETRIES, vote_count: int | None = VOTES, **settings: Any
     ) -> int:
-        """One call for each vote."""
+        """One call for each vote, each with its retries."""
         return (MAX_VOTES if vote_count is None else vote_count) * (1 + retries)
 
     async def run(
         self, solutions: list[str], problem: str = "", mode: str | None = None
     ) -> OperatorResult:
-        """The candidate with most votes, of several the first. `BadInput` as ScEnsemble's."""
+        """The candidate with most votes, the first of equals. Raises as ScEnsemble."""
         candidates, filled = self._candidates(solutions)
         if not filled:
             chosen = _given(solutions, 0)
@@ -240,7 +240,7 @@ class MdEnsemble(_Ensemble):
 
 
 async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order; if one raises, the others are cancelled before it is passed on."""
+    """Results in order; if one raises, the others are cancelled before the exception leaves."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return await asyncio.gather(*tasks)
@@ -256,13 +256,13 @@ def _most_frequent(candidates: Sequence[str], places: Sequence[int]) -> int:
 
 
 def _shown(item: Any) -> str:
-    """A candidate's text; empty for a result without any value: it could not be read."""
+    """A candidate's text; empty for None or a result whose values are all empty."""
     if isinstance(item, Mapping):
         return str(dict(item)) if any(str(value).strip() for value in item.values()) else ""
     return "" if item is None else str(item)
 
 
 def _given(solutions: Sequence[Any], place: int) -> Any:
-    """The candidate as it was given; a number as its text."""
+    """The candidate as the caller passed it; a number as its text."""
     item = solutions[place]
     return item if isinstance(item, Mapping) else _shown(item)

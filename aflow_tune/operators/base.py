@@ -1,10 +1,10 @@
-"""`Operator`: one use of a model with a purpose, typed arguments in and typed values out.
+"""`Operator`: a model call with a purpose, typed arguments in and typed values out.
 
-A subclass says what it asks (`asks`), which fields it wants back (`fields`) and, in `run`, what it
-does with them. This class names the caller (`Review.strict`), asks, reads, asks again a bounded
-number of times, and notes one `OperatorCall` in the trace however the use ended. A reply that
-cannot be read is a result with fallback values; a model without a reply, a missing sandbox and a
-spent budget raise. An operator holds no state of a use: one instance may run many at once.
+A subclass declares its prompts (`asks`) and the fields it wants back (`fields`), and in `run` what
+it does with them. This class names the caller (`Review.strict`), asks, reads, asks again a bounded
+number of times, and notes one `OperatorCall` in the trace however the call ended. An unreadable
+reply gives fallback values; a model without a reply, a missing sandbox and a spent budget raise.
+An operator keeps no state of a call: one instance can serve many at once.
 """
 
 from __future__ import annotations
@@ -41,45 +41,45 @@ from aflow_tune.operators.reading import Reading, read_reply
 from aflow_tune.sandbox.types import SandboxUnavailable
 from aflow_tune.trace import OperatorCall, note
 
-RETRIES = 2  # how often a model is asked again for what could not be read
+RETRIES = 2  # how often a model is asked again after an unreadable reply
 MAX_RETRIES = 10
 MAX_REASON = 500  # characters of a reason in the trace
-MAX_SHOWN_REPLY = 4_000  # characters of a reply that go back to the model when it is asked again
+MAX_SHOWN_REPLY = 4_000  # characters of an unreadable reply that the model is shown again
 _NAME = re.compile(r"[\w-]{1,80}")
 _MODES = {"xml_fill": "xml", "code_fill": "code", "single_fill": "text", "json_fill": "json"}
-"""AFlow's words for forms, besides our own."""
+"""AFlow's names of forms, to ours."""
 
 
 class Outcome(StrEnum):
-    """How one use ended. The value is its word in traces and metrics."""
+    """How one call of an operator ended. The values appear in traces and metrics."""
 
-    ANSWERED = "answered"  # read as it was asked for, at the first attempt
+    ANSWERED = "answered"  # read in the form that was asked for, at the first attempt
     # Read after repairs or after asking again; or some of several votes were lost, or a program had
     # to be corrected before it ran or passed its tests.
     REPAIRED = "repaired"
-    UNREADABLE = "unreadable"  # no attempt could be read: the values are the operator's fallbacks
+    UNREADABLE = "unreadable"  # no attempt could be read: values are fallbacks
     PROGRAM_FAILED = "program_failed"  # no program ran to a result
     TESTS_FAILED = "tests_failed"  # the last solution does not pass the tests
-    NO_TESTS = "no_tests"  # nothing was tested and nothing passed
-    UNDECIDED = "undecided"  # the tests could not be run, which says nothing about the solution
-    # What follows is noted in the trace; the call itself raises.
+    NO_TESTS = "no_tests"  # no tests for this problem were found
+    UNDECIDED = "undecided"  # the tests could not be run: the solution may be right or wrong
+    # The outcomes below are in the trace only; the call itself raises.
     MODEL_FAILED = "model_failed"  # no reply after the model's retries: `ModelError`
     SANDBOX_UNAVAILABLE = "sandbox_unavailable"  # a program could not be run: `SandboxUnavailable`
-    STOPPED = "stopped"  # cancelled, or ended by the run's budget
-    RAISED = "raised"  # any other exception: wrong arguments, or a defect of an operator
+    STOPPED = "stopped"  # cancelled, or the run's budget is spent
+    RAISED = "raised"  # any other exception: wrong arguments, or a bug in an operator
 
 
 READ_OUTCOMES = frozenset({Outcome.ANSWERED, Outcome.REPAIRED})
-"""The outcomes with an answer that the model gave."""
+"""The outcomes whose values the model gave."""
 
 
 class OperatorResult(dict[str, Any]):
-    """What an operator returns: a dict with the operator's keys, plus how it came about.
+    """What an operator returns: a dict with the operator's keys, plus how it was obtained.
 
     Attributes:
-        outcome: see `Outcome`. Values are the operator's fallbacks where it is 'unreadable'.
-        reason: why it is no plain answer; empty where there is nothing to say.
-        attempts: model calls that it took.
+        outcome: see `Outcome`. If it is 'unreadable', values are the operator's fallbacks.
+        reason: why the outcome is not 'answered'; may be empty.
+        attempts: number of model calls.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class OperatorResult(dict[str, Any]):
 
     @property
     def ok(self) -> bool:
-        """Whether it holds an answer. Not whether that is right."""
+        """Whether it holds an answer, correct or not."""
         return self.outcome in READ_OUTCOMES
 
     def __reduce__(self) -> Any:
@@ -104,7 +104,7 @@ class OperatorResult(dict[str, Any]):
 
 
 class _Use:
-    """What one use has done so far. Shared by the tasks that it starts."""
+    """The state of one call of an operator, shared by the tasks that it starts."""
 
     def __init__(self) -> None:
         self.attempts = 0
@@ -118,28 +118,28 @@ _use: ContextVar[_Use | None] = ContextVar("aflow_tune_operator_use", default=No
 class Operator:
     """Base of all operators. Built as `Op(llm)`, called as `await op(...)`.
 
-    A subclass is a docstring, whose first line is its description, `fields`, `asks`, `returns`
-    and an async method `run`, whose signature is that of the call.
+    A subclass has a docstring, whose first line describes it to policies that write graphs,
+    `fields`, `asks`, `returns`, and an async method `run`, whose signature is that of the call.
 
     Args:
         llm: anything that `aflow_tune.models.as_client` takes.
         name: of the instance, in traces and experiences. None: the class's name in lower case;
             give names to tell two operators of one class apart.
         prompts: the instance's own texts, see `prompts.py`.
-        form: how fields are asked for. None: as the operator does.
-        retries: how often a reply that cannot be read is asked for again, from 0 to 10.
+        form: a `Form` in which to ask for the fields. None: the operator's.
+        retries: how often to ask again after an unreadable reply, from 0 to 10.
 
     Raises:
         BadInput: with every fault of the arguments.
     """
 
     fields: ClassVar[tuple[Field, ...]] = ()
-    """What `ask` asks for unless it is told otherwise."""
+    """What `ask` asks for by default."""
     form: ClassVar[Form] = Form.XML
     asks: ClassVar[Mapping[str, Prompt]] = {}
     """Its prompts by name."""
     returns: ClassVar[Mapping[str, str]] = {}
-    """Keys of its result, each with a description. Empty: the fields'."""
+    """Keys of its result, each with a description. Empty: those of the fields."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -188,7 +188,7 @@ class Operator:
         Raises:
             ModelError: the model gave no reply.
             SandboxUnavailable: a program could not be run.
-            BudgetReached: the run's budget does not allow a call.
+            BudgetReached: the run's budget is spent.
         """
         raise NotImplementedError(f"{type(self).__name__} has no `async def run(self, ...)`")
 
@@ -200,17 +200,17 @@ class Operator:
         fields: Sequence[Field] | None = None,
         mode: str | None = None,
     ) -> OperatorResult:
-        """Ask the model for fields, again if need be.
+        """Ask the model for fields; ask again, up to `retries` times, if a reply is unreadable.
 
         Args:
             values: of the prompt's placeholders.
-            prompt: which of `asks`.
+            prompt: a key of `asks`.
             fields: None: the operator's own.
-            mode: a form for this call, in our words or AFlow's (`xml_fill`). One that these
-                fields cannot be asked for in is passed over.
+            mode: a form for this call, by our name or AFlow's (`xml_fill`); ignored if these
+                fields cannot be asked for in it.
 
         Returns:
-            The fields' values; where no attempt could be read, with fallbacks for what lacks.
+            The fields' values; if no attempt could be read, fallbacks for the missing ones.
         """
         use = _use.get() or _Use()
         fields = self.fields if fields is None else fields
@@ -244,13 +244,13 @@ class Operator:
 
     @classmethod
     def most_calls(cls, *, retries: int = RETRIES, **settings: Any) -> int:
-        """Model calls of one use at worst; here of an operator that asks once. One whose `run` may
-        ask more often declares its own.
+        """The most model calls of one call; here, of an operator that asks once. Override it if
+        `run` may ask more often.
 
         Args:
-            retries: how often each answer is asked for again.
-            settings: options of the constructor and arguments of the call, by name; None for a
-                value that is not known, absent for the default.
+            retries: how often each question is asked again.
+            settings: constructor options and call arguments by name; None for an unknown value,
+                missing for the default.
         """
         return 1 + retries
 
@@ -265,7 +265,7 @@ def _call_of(run: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Oper
         with caller(self.caller):
             try:
                 result = await run(self, *args, **kwargs)
-                if not isinstance(result, OperatorResult):  # the worst of its answers counts
+                if not isinstance(result, OperatorResult):  # its worst outcome counts
                     worst = [Outcome.UNREADABLE, Outcome.REPAIRED, Outcome.ANSWERED]
                     found = next((item for item in worst if item in use.outcomes), worst[-1])
                     said = "" if found is Outcome.ANSWERED else "; ".join(use.reasons)
@@ -294,7 +294,7 @@ def _call_of(run: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Oper
                         reason=reason[:MAX_REASON],
                     )
                 )
-                # A use that was given up may be closed by the collector, in another context.
+                # The garbage collector may close an abandoned call in another context.
                 with contextlib.suppress(ValueError):
                     _use.reset(token)
 
@@ -304,11 +304,11 @@ def _call_of(run: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Oper
 
 
 def _again(prompt: str, reply: str, fault: str) -> list[dict[str, str]]:
-    """The messages that ask once more, with the reply that could not be read."""
+    """The messages that ask again, with the unreadable reply."""
     if len(reply) > MAX_SHOWN_REPLY:
         half = MAX_SHOWN_REPLY // 2
         reply = f"{reply[:half]}\n[...]\n{reply[-half:]}"
-    # Endpoints refuse lone surrogates and empty messages.
+    # Endpoints reject lone surrogates and empty messages.
     shown = reply.encode(errors="replace").decode().replace("\0", "\ufffd")
     return [
         {"role": "user", "content": prompt},
@@ -318,7 +318,7 @@ def _again(prompt: str, reply: str, fault: str) -> list[dict[str, str]]:
 
 
 def whole_number(where: str, value: Any, least: int, most: int) -> None:
-    """Raises `BadInput` for anything else: a graph that a model wrote may choose the value."""
+    """Raise `BadInput` for anything else: the value may come from a graph that a model wrote."""
     if type(value) is not int or not least <= value <= most:
         expected = f"a whole number from {least} to {most}"
         title = "An operator cannot be built."

@@ -1,7 +1,7 @@
 """Typed fields: what an operator asks a model for, how, and how a text becomes a value.
 
-Where in a reply a field's text is found is for `reading.py`. The sentences that ask are prompts
-(`forms:` in `prompts.yaml`).
+`reading.py` finds a field's text in a reply. The sentences that ask are prompts (`forms:` in
+`prompts.yaml`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aflow_tune.operators.python_code import program_in
 
 
 class Kind(StrEnum):
-    """What a field's value is."""
+    """The type of a field's value."""
 
     TEXT = "text"
     BOOL = "bool"
@@ -40,10 +40,10 @@ class Form(StrEnum):
 
 
 class Unreadable(ValueError):
-    """A text is no value of the field. The message completes 'the field NAME ...'."""
+    """A text has no value of the field's type. The message completes 'the field NAME ...'."""
 
 
-MAX_SHORT_TEXT = 200  # characters in which a truth value, a number or a choice is looked for
+MAX_SHORT_TEXT = 200  # longest text that is searched for a bool, a number or a choice
 _TYPES = {
     Kind.TEXT: ("string", ""),
     Kind.BOOL: ("boolean", "true or false"),
@@ -51,7 +51,7 @@ _TYPES = {
     Kind.CHOICE: ("string", "one of "),
     Kind.CODE: ("string", "a Python program"),
 }
-"""JSON's word and ours."""
+"""The JSON type, and how a prompt describes it."""
 _DECORATION = " \t\r\n*_`\"'()[]{}.,:;#!"
 _TRUE = frozenset({"true", "yes", "correct", "1"})
 _FALSE = frozenset({"false", "no", "incorrect", "wrong", "0"})
@@ -64,15 +64,15 @@ _MARKED = re.compile(
 )
 _FIRST = re.compile(r"[*_`\"'(\[]{0,4}([A-Za-z0-9]{1,8})[*_`\"')\]]{0,4}\s{0,3}(?:[:.,;)\-]|$)")
 _ENGLISH = frozenset({"A", "I"})
-"""Labels that are also words: in a sentence they count only where they are marked as labels."""
+"""Labels that are also words: in a sentence they count only if marked as labels."""
 
 
 @dataclass(frozen=True)
 class Field:
     """One thing that an operator asks for.
 
-    `required`: False where the model may leave it out or empty. `choices`: of a choice.
-    `entry_point`: name that a program must define; empty for none.
+    `required`: False if the model may leave it out or empty. `choices`: for `Kind.CHOICE`.
+    `entry_point`: for `Kind.CODE`, the name that the program must define; empty: any.
     """
 
     name: str
@@ -84,14 +84,14 @@ class Field:
 
     @property
     def fallback(self) -> Any:
-        """The value where none could be read: '' for texts and code, False, else None."""
+        """The value if none could be read: '' for text and code, False for a bool, else None."""
         return {Kind.TEXT: "", Kind.CODE: "", Kind.BOOL: False}.get(self.kind)
 
     def value_of(self, raw: Any) -> tuple[Any, bool]:
-        """The value that a text (or a value of JSON) means, and whether it had to be repaired.
+        """Convert a text or a JSON value. Returns the value and whether it had to be repaired.
 
         Raises:
-            Unreadable: none, or it cannot be told which.
+            Unreadable: there is no value, or it is ambiguous.
         """
         if self.kind is Kind.BOOL:
             return _truth(raw)
@@ -132,12 +132,12 @@ def schema_of(fields: Sequence[Field]) -> dict[str, Any]:
 
 
 def described(fields: Sequence[Field], form: Form) -> str:
-    """What is said about the answer's form; empty where the whole reply is the answer."""
+    """The description of the answer's form in a prompt; empty if the whole reply is the answer."""
     if form is Form.TEXT:
         return ""
     said = []
     for field in fields:
-        # The sentence around a program says that it is Python.
+        # The prompt around the field of a program already says that it is Python.
         what = "" if form is Form.CODE else _TYPES[field.kind][1]
         if field.kind is Kind.CHOICE:
             what += ", ".join(field.choices)
@@ -151,7 +151,7 @@ def described(fields: Sequence[Field], form: Form) -> str:
 
 
 def labels(count: int) -> tuple[str, ...]:
-    """`count` labels as spreadsheets have them: A to Z, AA, AB and so on."""
+    """`count` labels in spreadsheet order: A to Z, AA, AB and so on."""
     letters = [chr(ord("A") + number) for number in range(26)]
     words = (map("".join, itertools.product(letters, repeat=size)) for size in itertools.count(1))
     return tuple(itertools.islice(itertools.chain.from_iterable(words), count))
@@ -198,7 +198,7 @@ def _choice(text: str, choices: tuple[str, ...]) -> tuple[str, bool]:
         for match in _MARKED.finditer(text):
             following = text[match.end() :]
             in_sentence = following.startswith(" ") and following.lstrip()[:1].islower()
-            # A label that is a word of a sentence is none: 'answer: I would take B'.
+            # `I` in 'answer: I would take B' is a word, not a label.
             if not (match[1] and match[2] in _ENGLISH and in_sentence):
                 named.add(match[2])
         named &= {*choices}

@@ -1,8 +1,8 @@
 """The operators that run programs, always in the sandbox: Programmer and Test.
 
 Test runs solution and tests in two sandboxed processes (`aflow_tune.scoring.code`), so a solution
-can neither see the tests nor fake their result. The sandbox backend is the run's configuration,
-never an argument: an operator may be built by a graph that somebody's model wrote.
+can neither see the tests nor fake their result. The sandbox backend comes from the run's
+configuration, never from an argument: a graph that a model wrote may build the operator.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from aflow_tune.scoring.code import check_code, helpers_of
 from aflow_tune.scoring.numbers import boxed_if_asked
 
 PROGRAMS = 3
-MAX_PROGRAMS = 10  # how many programs are written at most, the first included
-MAX_OUTPUT = 20_000  # characters of an output that are handed on
-MAX_ERROR = 2_000  # characters of an error that the model is shown, its end
+MAX_PROGRAMS = 10  # programs written at most, including the first
+MAX_OUTPUT = 20_000  # characters of an output that are returned
+MAX_ERROR = 2_000  # characters, from its end, of an error that the model is shown
 LOOPS = 3
 MAX_LOOP = 20
 _UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)
@@ -46,8 +46,8 @@ _libraries: ContextVar[tuple[str, ...]] = ContextVar("aflow_tune_programmer", de
 
 
 def use_libraries(names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-    """Let programs of Programmer import those of these packages that are installed, in the current
-    context and in everything it starts."""
+    """Let Programmer's programs import the installed ones of these packages, in the current context
+    and in tasks started from it."""
     return use(_libraries, tuple(names))
 
 
@@ -55,8 +55,8 @@ class Programmer(Operator):
     """Writes a Python program that computes the answer, runs it in the sandbox, mends it.
 
     Args:
-        programs: how many programs are written at most, from 1 to 10.
-        limits: of one run.
+        programs: the most programs that are written, from 1 to 10.
+        limits: of the execution of one program.
     """
 
     fields = (Field("code", Kind.CODE, "the whole program", entry_point="solve"),)
@@ -89,11 +89,11 @@ class Programmer(Operator):
     def most_calls(
         cls, *, retries: int = RETRIES, programs: int | None = PROGRAMS, **settings: Any
     ) -> int:
-        """One call for each program."""
+        """One call for each program, each with its retries."""
         return (MAX_PROGRAMS if programs is None else programs) * (1 + retries)
 
     async def run(self, problem: str, analysis: str = "None") -> OperatorResult:
-        """The program and its output. Raises `SandboxUnavailable`: no program was run."""
+        """The program and its output. Raises `SandboxUnavailable` if it cannot be executed."""
         policy = meant("+".join(("auto", *installed(_libraries.get()))))
         *others, last_one = ("the standard library", *parts(policy)[1])
         values: dict[str, object] = {
@@ -109,7 +109,7 @@ class Programmer(Operator):
         for attempt in range(1, self.programs + 1):
             output, error = outcome_of(await self._execute(written["code"], policy))
             if not error:
-                answer = boxed_if_asked(output, problem)  # a program computes the bare value
+                answer = boxed_if_asked(output, problem)  # the program computes only the value
                 outcome = Outcome.REPAIRED if attempt > 1 else written.outcome
                 return OperatorResult({"code": written["code"], "output": answer}, outcome)
             if attempt == self.programs:
@@ -125,19 +125,19 @@ class Programmer(Operator):
     async def _execute(self, code: str, policy: str) -> Execution:
         runner = Path(__file__).with_name("_solve_program.py").read_text(encoding="utf-8")
         files = {"solution.py": code}
-        # Room for an error beside the longest output; what exceeds it is the program's fault.
+        # Enough for MAX_OUTPUT and an error; a program that prints more fails.
         limits = replace(self.limits, output_kb=max(self.limits.output_kb, 64))
         try:
             return await run_program(runner, files=files, limits=limits, policy=policy)
         except SandboxUnavailable:
             if policy == meant("auto"):
                 raise
-        # Nobody asked for these packages, and they may lie where no program can reach them.
+        # The packages are optional, and the sandbox may not be able to reach them.
         return await run_program(runner, files=files, limits=limits)
 
 
 def outcome_of(execution: Execution) -> tuple[str, str]:
-    """(output, error) of a run; the error is empty where there is an output."""
+    """(output, error) of an execution; the error is empty if there is an output."""
     hit = f" (limit reached: {', '.join(execution.limits_hit)})" if execution.limits_hit else ""
     if execution.ending is Ending.FINISHED:
         output = execution.stdout.strip()
@@ -152,7 +152,7 @@ def outcome_of(execution: Execution) -> tuple[str, str]:
 
 
 def _checked_limits(limits: Limits | None, caller: str) -> Limits:
-    """The limits, or the sandbox's own where there are none. Raises `BadInput`."""
+    """The limits, or the sandbox's defaults. Raises `BadInput` for a wrong type."""
     if not isinstance(limits, Limits | None):
         title, where = "An operator cannot be built.", f"{caller}: limits"
         raise BadInput.of(title, where, "aflow_tune.sandbox.Limits", f"{limits!r:.80}", "pass them")
@@ -163,19 +163,19 @@ def _checked_limits(limits: Limits | None, caller: str) -> Limits:
 class TestCases:
     """The public tests that the operator Test may use: asserts on `candidate`, by entry point.
 
-    A solver may see these (such as AFlow's `humaneval_public_test.jsonl`), never those that an
-    answer is scored by. Of several rows for one entry point (HumanEval has six such names) the one
-    whose calls are in the problem's text is taken; where that does not tell, there are none.
+    A solver may see these (such as AFlow's `humaneval_public_test.jsonl`), never those that score
+    the answer. If several rows have the same entry point (six names in HumanEval), the one whose
+    calls appear in the problem's text is used; if that is ambiguous, none.
     """
 
-    __test__ = False  # for pytest: no test class
+    __test__ = False  # not a test class for pytest
 
     sets: Mapping[str, Sequence[tuple[str, ...]]] = field(default_factory=dict)
 
     @classmethod
     def of_rows(cls, rows: Iterable[Any], where: str = "test cases") -> TestCases:
-        """From rows with `entry_point` and `test`, a list of asserts or one text. Raises `BadInput`
-        with every faulty row."""
+        """From rows with `entry_point` and `test`, a list of asserts or a single text. Raises
+        `BadInput` with every faulty row."""
         sets: dict[str, list[tuple[str, ...]]] = {}
         faults = []
         for number, row in enumerate(rows, 1):
@@ -197,7 +197,7 @@ class TestCases:
 
     @classmethod
     def load(cls, path: str | Path) -> TestCases:
-        """From a JSONL file. Raises `BadInput`: it cannot be read, or holds something else."""
+        """From a JSONL file. Raises `BadInput` if it cannot be read or has faulty rows."""
         rows: list[Any] = []
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -208,11 +208,11 @@ class TestCases:
             try:
                 rows.append(json.loads(line))
             except (ValueError, RecursionError):
-                rows.append(line)  # which `of_rows` refuses with its number
+                rows.append(line)  # `of_rows` refuses it, with its number
         return cls.of_rows(rows, str(path))
 
     def of(self, entry_point: str, problem: str = "") -> tuple[tuple[str, ...], str]:
-        """The asserts for an entry point of a problem, and where there are none, why."""
+        """The asserts for an entry point of a problem, and if there are none, why."""
         sets = self.sets.get(entry_point, ())
         if not sets:
             return (), f"there are no tests for {entry_point!r}"
@@ -230,22 +230,22 @@ _cases: ContextVar[TestCases] = ContextVar("aflow_tune_test_cases", default=Test
 
 
 def use_test_cases(cases: TestCases) -> contextlib.AbstractContextManager[None]:
-    """Let Test operators of this context, and of what it starts, use these."""
+    """Let Test operators use these, in the current context and in tasks started from it."""
     return use(_cases, cases)
 
 
 class Test(Operator):
     """Runs the public tests of a task on a program and mends the program where they fail.
 
-    Without a test for the entry point `result` is False and the outcome 'no_tests'.
+    Without a test for the entry point, `result` is False and the outcome 'no_tests'.
 
     Args:
-        tests: where its tests come from: `TestCases`, or asserts by entry point. None: those of
-            the context, see `use_test_cases`.
+        tests: `TestCases`, or asserts by entry point. None: those of the context, see
+            `use_test_cases`.
         limits: of one round of tests.
     """
 
-    __test__ = False  # for pytest: no test class
+    __test__ = False  # not a test class for pytest
 
     fields = (Field("solution", Kind.CODE, "the whole corrected program"),)
     form = Form.CODE
@@ -274,16 +274,16 @@ class Test(Operator):
     def most_calls(
         cls, *, retries: int = RETRIES, test_loop: int | None = LOOPS, **settings: Any
     ) -> int:
-        """One call for each time that the program is mended."""
+        """One call for each revision of the program, each with its retries."""
         loops = MAX_LOOP if test_loop is None else min(max(0, test_loop), MAX_LOOP)
         return loops * (1 + retries)
 
     async def run(
         self, problem: str, solution: str, entry_point: str, test_loop: int = LOOPS
     ) -> OperatorResult:
-        """Test, and mend at most `test_loop` times; the last program is tested as well. Raises
-        `SandboxUnavailable`: nothing could be tested."""
-        # As AFlow's, which puts whatever a graph hands over into a text.
+        """Test, and revise at most `test_loop` times; the last revision is tested too. Raises
+        `SandboxUnavailable` if nothing can be tested."""
+        # As in AFlow, which formats into its prompt whatever a graph passes.
         problem, solution = ("" if item is None else str(item) for item in (problem, solution))
 
         def result(passed: bool, outcome: Outcome, reason: str = "") -> OperatorResult:
@@ -295,12 +295,12 @@ class Test(Operator):
             return result(False, Outcome.NO_TESTS, why_none)
         asserts = [telling(test) for test in tests]
         fields = [replace(self.fields[0], entry_point=entry_point)]
-        # Of a problem in words that happens to be Python there is nothing to run.
+        # Without a `def` of the entry point, a problem has no helpers, even if it parses as Python.
         helpers = helpers_of(problem, entry_point) if f"def {entry_point}" in problem else ""
         loops = min(max(0, int(test_loop)), MAX_LOOP)
         for loop in range(loops + 1):
             program = solution
-            if "```" in solution:  # graphs may hand it over with a fence around it
+            if "```" in solution:  # a graph may pass it in a fence
                 with contextlib.suppress(ValueError):
                     program = program_in(solution, entry_point)[0]
             verdict = await check_code(
@@ -321,7 +321,7 @@ class Test(Operator):
 
 
 def telling(test: str) -> str:
-    """A single assert with a message: its text, and the value that was not expected."""
+    """Add a message to a test that is one assert: its text, and the unexpected value."""
     try:
         body = ast.parse(test).body
     except _UNPARSED:
@@ -333,7 +333,7 @@ def telling(test: str) -> str:
     shown = shown if len(shown) <= 300 else shown[:297] + "..."
     if not isinstance(condition, ast.Compare) or len(condition.ops) != 1:
         return f"assert {ast.unparse(condition)}, {shown!r}"
-    # The call is made once: a second one could print, or give something else.
+    # Evaluate the left side once: a second evaluation could print or differ.
     left = ast.unparse(condition.left)
     condition.left = ast.Name("got_", ast.Load())
     message = f'{shown!r} + " -- but the left side is " + repr(got_)[:200]'
@@ -341,7 +341,7 @@ def telling(test: str) -> str:
 
 
 def _calls(tests: Sequence[str], entry_point: str) -> set[str]:
-    """The calls in asserts as the problem's text may show them, without spaces."""
+    """The calls in asserts as a problem's examples show them, without whitespace."""
     found = set()
     for test in tests:
         with contextlib.suppress(*_UNPARSED):

@@ -1,16 +1,16 @@
-"""Prompts are data: where an operator's texts come from, and how their placeholders are filled.
+"""Where an operator's prompts come from, and how their placeholders are filled.
 
-The shipped texts are in `prompts.yaml`. Of each prompt the first of these wins: the instance's
-(`Op(llm, prompts=...)`, which is also how a graph gives them), the run's by instance
-(`prompts: {Review.strict: ...}`), the run's by operator, the operator's own.
+The shipped texts are in `prompts.yaml`. Each prompt is taken from the first of these that has it:
+the instance (`Op(llm, prompts=...)`, also for a graph's prompts), the run's prompts by instance
+(`prompts: {Review.strict: ...}`), the run's prompts by operator, the operator itself.
 
 A value is a mapping from the names of the operator's prompts to texts, or one text for an operator
 that has one prompt (or for its prompt `main`). A placeholder is `{name}`; `{{name}}` is the literal
 text `{name}`; every other brace is text, so JSON and code need no escapes.
 
-A graph may also have an *instruction* for an instance (`use_instruction`): words without
-placeholders in front of the operator's main prompt. One that mentions every placeholder which the
-prompt needs is taken as the whole prompt.
+A graph may also have an *instruction* for an instance (`use_instruction`): a text without
+placeholders, put in front of the operator's main prompt. One that has every placeholder that the
+prompt needs replaces the whole prompt.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from aflow_tune.errors import BadInput, Fault
 T = TypeVar("T")
 Texts = str | Mapping[str, str]  # the prompts of one operator or instance, as users give them
 MAIN = "main"
-FORM = "form"  # the placeholder for the description of the answer's form. Every prompt may use it.
+FORM = "form"  # placeholder for the description of the answer's form, allowed in every prompt
 NO_FORM = "no_form"
-"""The placeholder for nothing, of a prompt that describes the answer's form itself."""
+"""Empty placeholder: marks a prompt that describes the answer's form itself."""
 FORMS = "forms"
-"""Under this name stand the sentences that ask for a form; a run may replace them too."""
+"""The key of the sentences that ask for a form; a run may replace them too."""
 APART = "\n\n"
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 _ONE_BRACE = re.compile(r"\{(\w+)\}")
@@ -46,9 +46,9 @@ _instruction: ContextVar[tuple[str, str, str]] = ContextVar(
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of an operator: what its text must and what it may mention.
+    """A prompt of an operator: the placeholders that its text must have and may have.
 
-    `text` is the operator's own; None: it stands in `prompts.yaml` under the operator's name.
+    `text`: None: it is in `prompts.yaml`, under the operator's name.
     """
 
     needs: tuple[str, ...] = ()
@@ -67,20 +67,20 @@ FORM_PROMPTS: Mapping[str, Prompt] = {
 
 @contextlib.contextmanager
 def use(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """A context variable's value, in the current context and in everything it starts."""
+    """Set a context variable in the current context and in tasks started from it."""
     token = variable.set(value)
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # closed by the collector, in another context
+        with contextlib.suppress(ValueError):  # closed by the garbage collector, in another context
             variable.reset(token)
 
 
 def use_prompts(prompts: Mapping[str, Texts]) -> contextlib.AbstractContextManager[None]:
-    """Use these prompts in the current context and in everything it starts: the run's.
+    """Make these the run's prompts in the current context and in tasks started from it.
 
     An inner block's entry for an operator or instance replaces an outer one's. A text is checked
-    when it is used; check all before with `check_prompts`.
+    when it is used; `check_prompts` checks all of them in advance.
     """
     return use(_run, {**(_run.get() or {}), **prompts})
 
@@ -88,7 +88,7 @@ def use_prompts(prompts: Mapping[str, Texts]) -> contextlib.AbstractContextManag
 def use_instruction(
     operator: str, instance: str, text: str
 ) -> contextlib.AbstractContextManager[None]:
-    """Put these words, if any, in front of the main prompt of one instance, as `use_prompts`."""
+    """Put this text, if any, in front of the main prompt of one instance, in this context."""
     return use(_instruction, (operator, instance, text))
 
 
@@ -103,7 +103,7 @@ def shipped() -> Mapping[str, Mapping[str, str]]:
 
 
 def own_text(operator: str, name: str, prompt: Prompt) -> str:
-    """The text that an operator brings along."""
+    """The operator's own text of a prompt."""
     return shipped()[operator][name] if prompt.text is None else prompt.text
 
 
@@ -114,11 +114,11 @@ def text_of(
     slots: Mapping[str, Prompt],
     given: Mapping[str, str],
 ) -> str:
-    """The text of one prompt, by the order in this module's description.
+    """The text of one prompt, by the precedence in the module docstring.
 
     Args:
         slots: the operator's prompts.
-        given: the instance's own texts, checked. Those of the run are checked here: `BadInput`.
+        given: the instance's texts, already checked. `BadInput`: a text of the run does not fit.
     """
     text = given.get(name)
     run = _run.get() or {}
@@ -149,18 +149,18 @@ def with_instruction(text: str, instruction: str, prompt: Prompt) -> str:
 
 
 def apart(instruction: str) -> str:
-    """An instruction as it goes in front of an input that follows straight after it."""
+    """An instruction that an input directly follows: with a blank line at its end."""
     ends = not instruction.strip() or instruction[-1].isspace()
     return instruction if ends else f"{instruction}{APART}"
 
 
 def form_text(name: str, values: Mapping[str, Any]) -> str:
-    """One of the sentences that ask for a form, filled in."""
+    """One of the sentences about a form (`FORM_PROMPTS`), filled in."""
     return fill(text_of(FORMS, "", name, FORM_PROMPTS, {}), values)
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str:
-    """The template with its placeholders replaced; values are taken as they are."""
+    """The template with its placeholders replaced; those without a value stay."""
 
     def one(match: re.Match[str]) -> str:
         literal, name = match.groups()
@@ -172,14 +172,14 @@ def fill(template: str, values: Mapping[str, Any]) -> str:
 
 
 def placeholders(template: str) -> set[str]:
-    """The names that a template wants filled in."""
+    """The names of the placeholders in a template."""
     return {match[2] for match in _PLACEHOLDER.finditer(template) if match[2] is not None}
 
 
 def checked(
     prompts: Texts | None, slots: Mapping[str, Prompt], where: str
 ) -> tuple[dict[str, str], list[Fault]]:
-    """The texts that a user gave for an operator, by prompt, and what is wrong with them."""
+    """A user's texts for an operator by prompt name, and their faults."""
     listed = ", ".join(f"`{name}`" for name in slots)
     if isinstance(prompts, str):
         prompts = {next(iter(slots)) if MAIN not in slots and len(slots) == 1 else MAIN: prompts}

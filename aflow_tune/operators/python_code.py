@@ -1,10 +1,10 @@
 """Finding the Python program in a reply: fenced blocks, or the text itself.
 
-Of several blocks in Python (or without a language) the last that defines the entry point is taken;
-without an entry point the last that is Python. What it uses and another block defines or imports
-comes along. A block that was never closed reaches to the end. Without blocks the whole text, or the
-part from the first line that looks like code, is tried. Nothing is run here, only parsed. Programs
-in answers that are to be scored are found by other rules: `aflow_tune.scoring.code`.
+Of several Python blocks (or blocks without a language), the last that defines the entry point is
+taken; without an entry point, the last that parses. Definitions and imports that it needs are added
+from the other blocks. An unclosed block reaches to the end. Without blocks the whole text is tried,
+then the part from the first line that looks like code. Code is parsed, never executed. Programs in
+answers to be scored are found by other rules: `aflow_tune.scoring.code`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from aflow_tune.scoring.code import MAX_CHARACTERS
 
-MAX_BLOCKS = 20  # of more fenced blocks the last ones are looked at
-MAX_FENCES = 4_000  # of more lines with fences the last ones are looked at
-MAX_CUTS = 20  # of lines that are no Python off the end of a text without blocks
+MAX_BLOCKS = 20  # fenced blocks examined, from the last
+MAX_FENCES = 4_000  # fence lines examined, from the last
+MAX_CUTS = 20  # attempts to cut trailing prose off a text without blocks
 _FENCE = re.compile(r"^[ \t]{0,16}(`{3,20}|~{3,20})([^\n`]*)$", re.MULTILINE)
 _PYTHON = ("", "python", "python3", "py", "py3", "python 3")
 _UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)
@@ -34,7 +34,7 @@ _CODE_LINE = re.compile(
 
 
 class Block(NamedTuple):
-    """One fenced block; `start` and `end` take in its fences."""
+    """One fenced block; `start` and `end` include its fences."""
 
     language: str
     code: str
@@ -44,7 +44,7 @@ class Block(NamedTuple):
 
 
 def fenced_blocks(text: str) -> Iterator[Block]:
-    """The fenced blocks of a text in order; one that is not closed comes last."""
+    """The fenced blocks of a text in order; an unclosed one comes last."""
 
     def block(opening: re.Match[str], stop: int, end: int, closed: bool) -> Block:
         code = text[opening.end() + 1 : stop]
@@ -57,16 +57,16 @@ def fenced_blocks(text: str) -> Iterator[Block]:
         elif fence[1].startswith(opening[1]) and not fence[2].strip():
             yield block(opening, fence.start(), fence.end(), closed=True)
             opening = None
-        # Another opening fence inside is content, as in an example of Markdown.
+        # A nested opening fence is content, as in Markdown examples.
     if opening is not None:
         yield block(opening, len(text), len(text), closed=False)
 
 
 def program_in(text: str, entry_point: str = "") -> tuple[str, bool]:
-    """The program in a text, and whether more than taking it out of one fence was needed.
+    """The program in a text, and whether it took more than removing one fence to get it.
 
     Raises:
-        ValueError: there is none; the message completes 'the code ...'.
+        ValueError: there is no program; the message completes 'the code ...'.
     """
     blocks = list(fenced_blocks(text))
     blocks = [block for block in blocks if block.language in _PYTHON] or blocks
@@ -85,7 +85,7 @@ def program_in(text: str, entry_point: str = "") -> tuple[str, bool]:
 
 
 def _candidates(text: str) -> Iterator[str]:
-    """Parts of a text without fences that may be its program, the whole first."""
+    """Parts of a text without fences that may be its program, the whole text first."""
     if len(text) > MAX_CHARACTERS:
         return
     whole = text.strip().strip("`").strip("\n")
@@ -105,7 +105,7 @@ def _candidates(text: str) -> Iterator[str]:
 
 
 def _fault(code: str, entry_point: str) -> str:
-    """Why it is not the program; empty where it is."""
+    """Why `code` is not the program; empty if it is."""
     if len(code) > MAX_CHARACTERS:
         return f"is longer than {MAX_CHARACTERS:,} characters"
     tree = _parse(code)
@@ -115,7 +115,7 @@ def _fault(code: str, entry_point: str) -> str:
     own = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
     if entry_point and entry_point not in _defined(own):
         return f"defines no `{entry_point}`"
-    # A word or a text on its own is prose that happens to be Python.
+    # A bare name or constant is prose that happens to parse.
     values = [node.value if isinstance(node, ast.Expr) else None for node in tree.body]
     return "is missing" if all(isinstance(v, ast.Name | ast.Constant) for v in values) else ""
 
@@ -130,8 +130,8 @@ def _parse(code: str) -> ast.Module | Exception:
 
 
 def _completed(code: str, others: Sequence[str]) -> str:
-    """The code after the definitions and imports of other blocks that it needs, and no more of
-    them: an example of its use is to be left where it is."""
+    """The code, preceded by the definitions and imports that it needs from other blocks. Other
+    statements there, such as examples of its use, are left out."""
     wanted = [*_needed(code)]
     trees = map(_parse, others if wanted else ())
     bodies = [node for tree in trees for node in getattr(tree, "body", ())]
@@ -139,7 +139,7 @@ def _completed(code: str, others: Sequence[str]) -> str:
     taken: list[ast.stmt] = []
     while wanted:
         name = wanted.pop()
-        # Of several the last counts, as if the blocks stood in one file.
+        # The last definition wins, as if the blocks were one file.
         giver = next((node for node, names in reversed(found) if name in names), None)
         if giver is not None and giver not in taken:
             taken.append(giver)
@@ -150,7 +150,7 @@ def _completed(code: str, others: Sequence[str]) -> str:
 
 
 def _needed(code: str) -> set[str]:
-    """Names that a program reads, that nothing in it gives a value and that are not Python's."""
+    """Names that a program reads but does not bind, except builtins."""
     nodes = list(ast.walk(tree)) if isinstance(tree := _parse(code), ast.Module) else []
     names = [node for node in nodes if isinstance(node, ast.Name)]
     own = _defined([node for node in nodes if isinstance(node, ast.stmt)]) | {*dir(builtins)}
@@ -160,7 +160,7 @@ def _needed(code: str) -> set[str]:
 
 
 def _defined(body: Sequence[ast.stmt]) -> set[str]:
-    """The names that definitions, imports and assignments give."""
+    """The names bound by definitions, imports and plain assignments."""
     names: set[str] = set()
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom):

@@ -1,14 +1,14 @@
-"""From a reply to the values of fields, in the form that was asked for or in any other.
+"""Reads the values of fields from a reply, in the form that was asked for or any other.
 
     text    the whole reply is the one field
-    xml     an element a field
-    json    one object; of several the last with all fields
+    xml     one element for each field
+    json    one object; of several the last that has every required field
     code    the one field is a Python program (rules: `python_code.py`)
 
 The form that was asked for is tried first, then repairs of it, then the other forms, then lines
-like `answer: 42`, then, for a single truth value, number or choice, the whole reply. The first
-that gives every required field wins. A field that cannot be read gets no value. Everything takes
-linear time, whatever the reply holds: of too many tags, braces or blocks the last are looked at.
+like `answer: 42`, then, for a single bool, number or choice, the whole reply. The first way that
+gives every required field wins. A field that cannot be read gets no value. Time is linear in the
+reply: only a bounded number of tags, braces and blocks is examined.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from typing import Any, NamedTuple
 from aflow_tune.operators.fields import MAX_SHORT_TEXT, Field, Form, Kind, Unreadable
 from aflow_tune.operators.python_code import fenced_blocks, program_in
 
-MAX_REPLY_CHARACTERS = 4_000_000  # A longer reply is not read
+MAX_REPLY_CHARACTERS = 4_000_000  # a longer reply is not read
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
-"""What no text can hold: null characters, lone surrogates."""
+"""Null characters and lone surrogates, which not every consumer of a text accepts."""
 Found = Mapping[str, tuple[Any, bool]]
-"""By field: a value before it is converted, and whether finding it took a repair."""
+"""By field: the unconverted value, and whether finding it took a repair."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What could be read: values by field, and what is wrong with the required ones that lack."""
+    """The values that could be read by field, and the faults of missing required ones."""
 
     values: Mapping[str, Any]
     faults: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Reading:
 
 
 def read_reply(reply: str, fields: Sequence[Field], form: Form) -> Reading:
-    """Read `fields` from a reply that was asked for in `form`."""
+    """Read `fields` from a reply to a prompt that asked for `form`."""
     if len(reply) > MAX_REPLY_CHARACTERS:
         return Reading({}, (f"the reply is longer than {MAX_REPLY_CHARACTERS:,} characters",))
     text = _NO_TEXT.sub("\ufffd", reply)
@@ -85,13 +85,13 @@ def _code(text: str, fields: Sequence[Field]) -> Found:
     try:
         code, repair = program_in(text, required[0].entry_point)
     except ValueError:
-        return {required[0].name: (text, True)}  # the field says what is wrong with it
+        return {required[0].name: (text, True)}  # `Field.value_of` says what is wrong with it
     return {required[0].name: (code, repair or code.strip() == text.strip())}
 
 
 def _xml(text: str, fields: Sequence[Field], through_fences: bool = False) -> Found:
     found = elements(text, [field.name for field in fields], through_fences)
-    # A program that has entities in its texts only means them: `a.replace("&lt;", "")`.
+    # Entities only inside string literals of a program are literal: `a.replace("&lt;", "")`.
     spoken = {
         field.name
         for field in fields
@@ -119,7 +119,7 @@ def _json_repaired(text: str, fields: Sequence[Field]) -> Found:
 
 
 def _object(value: Any, fields: Sequence[Field]) -> Found:
-    """The fields in an object, or in the one object in it."""
+    """The fields in an object, or in the only value of an object without any."""
     if not isinstance(value, dict):
         return {}
     by_name = {str(key).casefold(): (key, item) for key, item in value.items()}
@@ -135,7 +135,7 @@ def _object(value: Any, fields: Sequence[Field]) -> Found:
 
 
 def _labelled(text: str, fields: Sequence[Field]) -> Found:
-    """Lines such as `**Answer:** 42`; what follows belongs to it up to the next such line."""
+    """Lines such as `**Answer:** 42`; a value reaches to the next such line."""
     known = {field.name.replace("_", " ").casefold(): field.name for field in fields}
     words = "|".join(re.escape(word).replace(r"\ ", "[ _]") for word in known)
     label = re.compile(
@@ -152,7 +152,7 @@ def _labelled(text: str, fields: Sequence[Field]) -> Found:
 
 
 def _nothing_else(text: str, fields: Sequence[Field]) -> Found:
-    """The reply is just the value, where such a value cannot be mistaken."""
+    """The whole short reply, if the only required field is a bool, number or choice."""
     required = _required(fields)
     short = len(required) == 1 and len(text.strip()) <= MAX_SHORT_TEXT
     fits = short and required[0].kind in (Kind.BOOL, Kind.INT, Kind.CHOICE)
@@ -174,18 +174,17 @@ _WAYS: Mapping[Form, tuple[_Way, ...]] = {
     Form.CODE: (_code, *_FROM_XML, *_FROM_JSON),
 }
 
-# Elements like `<answer>...</answer>` in a reply that is no XML document.
+# Elements like `<answer>...</answer>` in a reply that is not an XML document.
 #
-# There is no tree: each field's tags are paired on their own. Case and attributes do not matter;
-# tags in CDATA sections and in closed fenced blocks are text; elements inside an element of the
-# same name belong to its content; of several elements the last that is not empty counts, one
-# outside of all other fields' elements before one inside; without a closing tag the content goes to
-# the next tag of any field or to the end, without an opening one it begins at the tag before or at
-# the start.
+# There is no tree: each field's tags are paired on their own. Case and attributes are ignored; tags
+# in CDATA sections and closed fenced blocks are text; elements inside an element of the same name
+# belong to its content. Of several elements the last non-empty one counts, with those outside all
+# other fields' elements preferred. Without a closing tag the content extends to the next tag of any
+# field or to the end; without an opening one it begins at the previous tag or at the start.
 
 MAX_ATTRIBUTES = 300  # characters between a tag's name and its `>`
-MAX_TAGS = 4_000  # of more tags in a reply the last ones are looked at
-MAX_LOOKED_AT = 50  # elements of one name, from the last one back
+MAX_TAGS = 4_000  # tags examined in a reply, from the last
+MAX_LOOKED_AT = 50  # elements of one name examined, from the last
 _ENTITY = re.compile(r"&(?:lt|gt|amp|quot|apos|#\d{1,7}|#x[0-9a-fA-F]{1,6});")
 _QUOTED = re.compile(r"(['\"]).*?\1")
 _CDATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
@@ -208,7 +207,7 @@ class _Tag(NamedTuple):
 
 
 def elements(text: str, names: Sequence[str], through_fences: bool = False) -> dict[str, Element]:
-    """The element of each name that has one. `through_fences`: fenced blocks are no obstacle."""
+    """The element of each name that has one. `through_fences`: also inside fenced blocks."""
     spans = [section.span() for section in _cdata(text)]
     if not through_fences:
         spans += [(block.start, block.end) for block in fenced_blocks(text) if block.closed]
@@ -246,7 +245,7 @@ def elements(text: str, names: Sequence[str], through_fences: bool = False) -> d
 
 
 def unescaped(content: str) -> str:
-    """XML's entities replaced, where the content is escaped throughout."""
+    """The content with XML entities replaced, if it is escaped throughout."""
     if "<" in content or content.count("&") != len(_ENTITY.findall(content)):
         return content
     return _ENTITY.sub(lambda match: html.unescape(match[0]), content)
@@ -269,8 +268,8 @@ def _tags(text: str, names: Sequence[str]) -> Iterator[_Tag]:
 
 
 def _pair(tags: Sequence[_Tag]) -> tuple[list[Span], list[int], list[int], bool]:
-    """What the tags of one name amount to: the contents of closed elements, where others open, and
-    where closing tags without an opening one begin; and whether all tags are as asked."""
+    """Pair the tags of one name: spans of closed elements' contents, ends of unclosed opening tags,
+    starts of unopened closing tags, and whether all tags are spelt as asked."""
     closed: list[Span] = []
     open_at: list[int] = []
     stray: list[int] = []
@@ -301,29 +300,29 @@ def _element(content: str, name: str, repaired: bool) -> Element:
 
 
 def _cdata(text: str) -> list[re.Match[str]]:
-    """The CDATA sections. Looked for no further than one can end, which keeps it linear."""
+    """The CDATA sections. Searching only up to the last `]]>` keeps it linear."""
     return [*_CDATA.finditer(text, 0, text.rfind("]]>") + 3)]
 
 
 def _inside(place: int, spans: Sequence[Span]) -> bool:
-    """Whether a place lies in one of spans that are sorted and do not overlap."""
+    """Whether a position lies in one of these sorted, disjoint spans."""
     index = bisect.bisect_right(spans, (place, float("inf"))) - 1
     return index >= 0 and spans[index][0] <= place < spans[index][1]
 
 
-# JSON objects: the reply itself, objects within it, one that has to be repaired. The repair is
-# json_repair's. It takes quadratic time in quotes and brackets, so it gets only what an object of a
-# few fields can need; measured over hostile texts within these limits it took at most 0.4 s.
+# JSON objects: the reply itself, objects within it, or one repaired by json_repair. That takes time
+# quadratic in quotes and brackets, so it only gets what an object of a few fields can need; on
+# adversarial texts within these limits it took at most 0.4 s.
 
-MAX_REPAIRED = 8_000  # characters of a faulty object that is repaired
+MAX_REPAIRED = 8_000  # characters of an object to be repaired
 MAX_REPAIRED_BRACKETS = 20
 MAX_REPAIRED_QUOTES = 300
-MAX_PLACES = 50  # opening braces at which an object is looked for: half from each end of the reply
+MAX_PLACES = 50  # opening braces tried as the start of an object, half from each end of the reply
 _QUOTES = "\"'`\u201c\u201d"
 
 
 def whole_object(text: str) -> Any:
-    """The reply as JSON, or None."""
+    """The reply as a JSON value of any type, or None."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -331,7 +330,7 @@ def whole_object(text: str) -> Any:
 
 
 def objects_in(text: str) -> Iterator[Any]:
-    """Valid objects in the reply, in order, those inside of others left out."""
+    """Valid objects in the reply, in order, without those nested in others."""
     places = [match.start() for match in re.finditer(r"\{", text)]
     if len(places) > MAX_PLACES:
         places = [*places[: MAX_PLACES // 2], *places[-MAX_PLACES // 2 :]]
@@ -347,9 +346,9 @@ def objects_in(text: str) -> Iterator[Any]:
 
 
 def repaired_object(text: str, names: Sequence[str]) -> Any:
-    """What json_repair makes of the last fenced object, or of all from the first one on.
+    """What json_repair makes of the last fenced object, else of the text from the first object on.
 
-    An object begins with a brace and one of `names`: other braces may be anything.
+    An object begins with a brace and one of `names`. None if there is none or it is too large.
     """
     begin = re.compile(
         rf"\{{\s{{0,20}}[{_QUOTES}]?(?:{'|'.join(map(re.escape, names))})[{_QUOTES}]?\s{{0,5}}:",

@@ -1,7 +1,7 @@
-"""What a rising reward may hide: warnings about a run, from its metrics and its records.
+"""Warnings about a run, from its metrics and records: signs of reward hacking and wasted training.
 
-A check warns only where chance is an unlikely reason, and says what it counted. Not covered: a
-reward that pays for the wrong thing in training and on the held-out tasks alike.
+Checks use confidence intervals or thresholds with a least count, and say what they counted. Not
+covered: a reward that pays for the wrong thing in training and on held-out tasks alike.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from aflow_tune.report.records import EvalRecord
 from aflow_tune.report.statistics import CONFIDENCE, mean, paired_difference, rise, wilson_interval
 
 DOMINANT_SHARE = 0.5
-"""One answer dominates if it certainly (Wilson, 95%) ends more than this share of the items."""
+"""An answer dominates if the 95% Wilson interval of its share of items is above this."""
 DOMINANT_ITEMS = 20
-"""Fewer items are not judged: equal answers happen."""
+"""Fewer items are not judged: equal answers happen by chance."""
 UNEARNED_SHARE = 0.05
-"""Share of the rewarded rollouts that may have an empty answer or nothing but failed steps."""
+"""Share of rewarded rollouts that may have an empty answer or only failed steps."""
 UNEARNED_ROLLOUTS = 3
 """Fewer such rollouts are not judged."""
 MIXED_SHARE = 0.1
-"""Below this share of groups with different rewards hardly anything is learned."""
+"""Below this share of groups with different rewards there is hardly any gradient."""
 RECENT_STEPS = 5
-"""Steps over which the share is averaged; fewer are not judged."""
+"""Steps over which that share is averaged; fewer are not judged."""
 
 CHECKS = (
     "training reward against held-out score",
@@ -39,12 +39,12 @@ CHECKS = (
 GPU_CHECK = "use of the GPUs"
 
 _FAILED_USES = ("unreadable", "program_failed", "model_failed", "sandbox_unavailable", "raised")
-"""Outcomes of operators that gave nothing to go on with."""
+"""Outcomes of operator calls without a usable result."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding: which check, a sentence of what was counted, and what to do."""
+    """One warning: the check, a sentence with the counts, and what to do."""
 
     check: str
     found: str
@@ -55,7 +55,7 @@ class Finding:
 
 
 def audit_run(lines: Sequence[MetricsLine], evaluations: Evaluations) -> list[Finding]:
-    """All warnings about a run of training."""
+    """All warnings about a run."""
     found = [groups_without_variance(lines)]
     for steps in evaluations.values():
         whole = [evaluation for evaluation in steps.values() if evaluation.whole]
@@ -66,7 +66,7 @@ def audit_run(lines: Sequence[MetricsLine], evaluations: Evaluations) -> list[Fi
 
 
 def audit_evaluation(evaluation: Evaluation, place: str = "") -> list[Finding]:
-    """Warnings that the records of one evaluation give. `place` is put behind the task set."""
+    """Warnings from the records of one evaluation. `place` is appended to the task set's name."""
     records, where = evaluation.records, f"{evaluation.taskset}{place}"
     found = one_answer_dominates(records, where), unearned_rewards(records, where)
     return [finding for finding in found if finding is not None]
@@ -75,11 +75,12 @@ def audit_evaluation(evaluation: Evaluation, place: str = "") -> list[Finding]:
 def reward_without_score(
     lines: Sequence[MetricsLine], evaluations: Sequence[Evaluation]
 ) -> Finding | None:
-    """Training reward rises while the held-out score falls.
+    """Warn if the training reward rises while the held-out score falls.
 
     The score falls if the last evaluation is below the best earlier one on the same items. As that
-    was chosen after the fact, the confidence is raised by the number of candidates (Bonferroni).
-    The reward rises if the second half of the steps between the two is above the first half.
+    one is chosen after the fact, the confidence is corrected for the number of candidates
+    (Bonferroni). The reward rises if its mean over the second half of the steps between the two is
+    above that over the first half. Both by confidence intervals that exclude zero.
     """
     *earlier, last = evaluations
     after = last.scores()
@@ -107,7 +108,7 @@ def reward_without_score(
 
 
 def one_answer_dominates(records: Sequence[EvalRecord], where: str) -> Finding | None:
-    """Most items end with the same answer. An item counts for that of its first rollout."""
+    """Warn if most items have the same answer; of each item the first recorded answer counts."""
     answers: dict[int, str] = {}
     for record in records:
         if record.answer:
@@ -126,11 +127,11 @@ def one_answer_dominates(records: Sequence[EvalRecord], where: str) -> Finding |
 
 
 def unearned_rewards(records: Sequence[EvalRecord], where: str) -> Finding | None:
-    """Rollouts with an empty answer, or in which nothing but failures happened, are rewarded.
+    """Warn if rollouts with an empty answer, or with only failed steps, are rewarded.
 
-    Rewarded means above the lowest reward and not below the mean, so that the scale does not
-    matter. Nothing but failures means that programs or operators were used and none of a kind
-    ended well; such a reward comes from the handling of an exception.
+    Rewarded means above the lowest reward and at least the mean, so that the scale does not matter.
+    Only failed steps means that all programs, or all operator calls, of the rollout failed; such a
+    reward comes from the handling of an exception.
     """
 
     def only_failures(record: EvalRecord) -> bool:
@@ -161,7 +162,7 @@ def unearned_rewards(records: Sequence[EvalRecord], where: str) -> Finding | Non
 
 
 def groups_without_variance(lines: Sequence[MetricsLine]) -> Finding | None:
-    """In the last steps hardly any group of rollouts has two different rewards."""
+    """Warn if in the last steps hardly any group has different rewards."""
     recent = {
         name: [value for _, value in series(lines, key)[-RECENT_STEPS:]]
         for name, key in GROUP_HEALTH.items()
@@ -180,7 +181,7 @@ def groups_without_variance(lines: Sequence[MetricsLine]) -> Finding | None:
 
 
 def low_gpu_use(lines: Sequence[MetricsLine]) -> Finding | None:
-    """The GPUs idled for most of the run."""
+    """Warn if the GPUs were idle for much of the run."""
     measured = mean_gpu_use(lines)
     if measured is None or measured[0] >= LOW_USE:
         return None

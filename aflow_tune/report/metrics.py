@@ -1,10 +1,10 @@
-"""`metrics.jsonl`: every number of a run, one line for each log call.
+"""`metrics.jsonl`: all metrics of a run, one line for each log call.
 
     {"time": seconds since the epoch, "role": "explorer", "step": 3, "metrics": {...}}
 
 Explorer and trainer append from different processes, each line in one write. A resumed run may
-log a step again: the later line wins. The names are Trinity's; `quantities.py` knows those that
-a person is shown. `LineTail` follows a file that grows, as the panel does twice a second.
+log a step again: the later line wins. The names are Trinity's; `quantities.py` selects those that
+reports show. `LineTail` follows a growing file, as the panel does twice a second.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class MetricsLine:
 
 
 def scalar(value: Any) -> float | None:
-    """A number, or a tensor or array of one element, as a float (NaN and infinity included); None
-    for anything else."""
+    """A number, or a tensor or array with one element, as a float (NaN and infinity included); None
+    for anything else, booleans included."""
     if hasattr(value, "item"):
         try:
             value = value.item()
@@ -50,8 +50,8 @@ def scalar(value: Any) -> float | None:
 
 
 def append_metrics(run_dir: Path, role: str, step: int, metrics: Mapping[str, Any]) -> None:
-    """Append one line; what is not a number is left out, what is not finite becomes null. Raises
-    OSError if it could not be written whole."""
+    """Append one line. Values that are not numbers are left out, those that are not finite become
+    null. Raises OSError: it was not written completely."""
     scalars = {str(name): scalar(value) for name, value in metrics.items()}
     numbers = {
         name: value if math.isfinite(value) else None
@@ -62,7 +62,7 @@ def append_metrics(run_dir: Path, role: str, step: int, metrics: Mapping[str, An
     line = json.dumps(entry).encode() + b"\n"
     descriptor = os.open(run_dir / FILE_NAME, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        # A writer that was killed half-way must not take this line with it.
+        # A torn last line, of a killed writer, must not damage this one.
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             line = b"\n" + line
@@ -74,14 +74,14 @@ def append_metrics(run_dir: Path, role: str, step: int, metrics: Mapping[str, An
 
 
 def read_metrics(run_dir: Path) -> list[MetricsLine]:
-    """All whole lines in the order written; numbers that were not finite are left out."""
+    """All complete lines in file order; values that were not finite are left out."""
     path = run_dir / FILE_NAME
     parsed = map(parse_line, path.read_bytes().split(b"\n") if path.exists() else ())
     return [line for line in parsed if line is not None]
 
 
 def parse_line(text: bytes | str) -> MetricsLine | None:
-    """One line; None for one that is empty or that a killed writer left torn."""
+    """One line; None if it is empty or damaged."""
     try:
         raw = json.loads(text)
         metrics = {
@@ -93,14 +93,14 @@ def parse_line(text: bytes | str) -> MetricsLine | None:
 
 
 def series(lines: Sequence[MetricsLine], name: str) -> list[tuple[int, float]]:
-    """(step, value) of one metric in the order of steps; the latest value of a step wins."""
+    """(step, value) of one metric in order of steps; the last value of a step counts."""
     values = {line.step: line.metrics[name] for line in lines if name in line.metrics}
     return sorted(values.items())
 
 
 def rewind_metrics(run_dir: Path, step: int) -> None:
-    """Drop the lines of later steps, which will be done again; a kill leaves the old file or the
-    new one."""
+    """Drop the lines of later steps, which will be repeated, and damaged lines. Atomic: a kill
+    leaves the old file or the new one."""
     path = run_dir / FILE_NAME
     if not path.exists():
         return
@@ -113,7 +113,7 @@ def rewind_metrics(run_dir: Path, step: int) -> None:
 
 
 class LineTail:
-    """What was appended to `path`, which need not exist yet, since the last look."""
+    """Reads what was appended to `path` since the last `read`; the file need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -122,9 +122,9 @@ class LineTail:
         self._rest = b""
 
     def read(self) -> tuple[list[bytes], bool]:
-        """The new whole lines without their ends, and whether the file began anew.
+        """The new complete lines without newlines, and whether the file was replaced.
 
-        If it did, what earlier calls gave is void and the lines are those of the new file.
+        If it was, discard what earlier calls returned; the lines are those of the new file.
         """
         try:
             file = self.path.open("rb")

@@ -1,8 +1,8 @@
-"""How our pages are made: templates of this folder, rendered whole and written whole.
+"""Writes HTML pages from the templates in this folder.
 
-Style and charts are inline, there is no script, and a content policy in the page forbids loading
-or running anything. What a model or a user wrote may have any shape, length and character:
-`plain_text` makes it text whose characters all show, and the templates escape it.
+Style and charts are inline, there are no scripts, and the page's content security policy forbids
+loading or running anything. Content from models and users may have any type, length and characters:
+`plain_text` makes it text in which every character is visible, and the templates escape it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aflow_tune.report.records import EvalRecord
 MOST_PAIRS = 8
 MOST_CHARACTERS = 4000
 TONES = {1: "rose", -1: "fell", 0: "unclear"}
-"""How a comparison is coloured, by its direction."""
+"""CSS classes of comparisons, by direction."""
 _REORDERING = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C}
 _SHOWN = {
     **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
@@ -29,13 +29,13 @@ _SHOWN = {
     **{code: f"\\u{code:04x}" for code in (*range(0x80, 0xA0), *_REORDERING)},
     **{code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)},
 }
-"""Unicode's pictures of control characters; what reorders text and halves of surrogate pairs are
-spelled out."""
+"""Unicode's pictures of control characters; escapes for bidirectional controls and lone
+surrogates."""
 
 
 def write_page(path: Path, template: str, **content: Any) -> Path:
-    """Write a page whole or not at all; returns its path. Templates also know `plain`, `tones`,
-    `transcripts`, and `written`: the time now, unless it is given."""
+    """Write a page atomically; returns its path. Templates also get `plain`, `tones`,
+    `transcripts` and `written`: the current time unless `content` has it."""
     import jinja2
 
     folder = resources.files("aflow_tune.report")
@@ -53,8 +53,8 @@ def write_page(path: Path, template: str, **content: Any) -> Path:
 
 
 def transcript_pairs(comparison: Comparison) -> list[dict[str, Any]]:
-    """The first items that both sides kept a transcript of, for `side.html.jinja`: chosen by their
-    place in the data set, never by result, so that they are a fair sample."""
+    """The first items with transcripts on both sides, for `side.html.jinja`: chosen by position in
+    the data set, never by result, so that they are a fair sample."""
 
     def side(record: EvalRecord) -> dict[str, Any]:
         calls = [_call(call) for call in record.transcript if isinstance(call, Mapping)]
@@ -71,7 +71,7 @@ def transcript_pairs(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def plain_text(value: Any) -> str:
-    """Any content of a message as text: parts joined, unprintable characters made visible."""
+    """Any content of a message as text: parts joined, control characters made visible, cut."""
     if value is None:
         return ""
     if isinstance(value, list):

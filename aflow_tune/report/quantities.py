@@ -1,8 +1,8 @@
-"""The numbers that a person is shown, and the metrics that they are read from.
+"""The quantities that reports show, and the metrics from which they are computed.
 
 Names differ between engines and versions, so each quantity lists its sources in order of
 preference; what a run does not log is absent, never zero. `gpu/use` is a mean share, `gpu/seconds`
-the time it was measured over, by which all means of it are weighted.
+the time over which it was measured; means of it are weighted by that time.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ GROUP_HEALTH = {
     "all best": "experience_pipeline/group/frac_all_best",
     "all worst": "experience_pipeline/group/frac_all_worst",
 }
-"""Shares of task groups by their rollouts' rewards. Only a mixed group has a gradient."""
+"""Shares of the groups by their rewards. Only mixed groups have advantages other than zero."""
 
 LOSS = ("actor/final_loss", "actor/pg_loss", "actor/loss")
 KL = ("actor/ppo_kl", "actor/kl_loss", "actor/kl")
 ENTROPY = ("actor/entropy_loss", "actor/entropy")
 GRADIENT_NORM = ("actor/grad_norm",)
 MISMATCH = "rollout/mismatch"
-"""Mean absolute difference between what sampler and trainer score a fixed text, after a sync."""
+"""Mean absolute difference of sampler's and trainer's logprobs of a fixed text, after a sync."""
 LEARNING_RATE = ("actor/lr",)
 
 _FAILURE = "rollout/failure/"
 _FINISHED = re.compile(r"eval/(.*)/finished_task_count")
 WRITER_METRICS = "writer/"
-"""Prefix of what the writer's workflow records; the report has a section of its own for it."""
+"""Prefix of the writer's metrics, which have a section of their own in the report."""
 VALID_GRAPHS = f"rollout/{WRITER_METRICS}valid/mean"
-"""Share of the rollouts of a step whose policy wrote a valid graph."""
+"""Share of the rollouts of a step in which the policy wrote a valid graph."""
 TRACE_METRICS = ("operator/", "sandbox/", "cost/", "unpriced_calls/")
-"""Prefixes of what is counted from a rollout's trace, not recorded by the workflow itself."""
+"""Prefixes of metrics that come from a rollout's trace, not from the workflow itself."""
 GPU_ROLE = "gpus"
 GPU_USE, GPU_SECONDS = "gpu/use", "gpu/seconds"
 
@@ -51,7 +51,7 @@ _OWN_ROLLOUT_METRICS = (
 
 
 def is_training(line: MetricsLine) -> bool:
-    """Whether the trainer logged this line when it finished a step."""
+    """Whether this line reports a finished training step."""
     return line.role == "trainer" or any(name.startswith("actor/") for name in line.metrics)
 
 
@@ -66,14 +66,14 @@ def failure_counts(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def finished_evaluations(metrics: Mapping[str, float]) -> dict[str, int]:
-    """The task sets whose evaluation this line closes, with their number of items."""
+    """The task sets whose evaluation this line reports as finished, with the logged count."""
     found = ((_FINISHED.fullmatch(name), value) for name, value in metrics.items())
     return {match[1]: int(value) for match, value in found if match}
 
 
 def sampling_speed(metrics: Mapping[str, float]) -> float | None:
-    """Sampled tokens a second, as logged or else tokens / calls of a rollout x calls of the step /
-    seconds: exact where every call has one choice and no rollout failed."""
+    """Sampled tokens per second, as logged, else (tokens per rollout / calls per rollout) x calls
+    of the step / seconds: exact if every call has one choice and no rollout failed."""
     logged = metrics.get("rollout/tokens_per_second", metrics.get("explorer/tokens_per_second"))
     if logged is not None:
         return logged
@@ -87,7 +87,7 @@ def sampling_speed(metrics: Mapping[str, float]) -> float | None:
 
 
 def training_speed(metrics: Mapping[str, float]) -> float | None:
-    """Tokens a second that the trainer computed, prompts included."""
+    """Tokens per second of the trainer, prompts included."""
     logged = metrics.get("trainer/tokens_per_second")
     if logged is not None:
         return logged
@@ -96,7 +96,7 @@ def training_speed(metrics: Mapping[str, float]) -> float | None:
 
 
 def workflow_metrics(lines: Sequence[MetricsLine]) -> list[str]:
-    """The names, without prefix, of what the workflow itself recorded in training."""
+    """Names, without prefix, of the metrics that the workflow itself recorded in training."""
     others = ("time/", "failure/", WRITER_METRICS, *TRACE_METRICS)
     names: dict[str, None] = {}
     for key in dict.fromkeys(key for line in lines for key in line.metrics):
@@ -109,13 +109,13 @@ def workflow_metrics(lines: Sequence[MetricsLine]) -> list[str]:
 def derived(
     lines: Sequence[MetricsLine], quantity: Callable[[Mapping[str, float]], float | None]
 ) -> list[tuple[int, float]]:
-    """(step, value) of a quantity in the order of steps; the latest value of a step wins."""
+    """(step, value) of a quantity in order of steps; the last value of a step counts."""
     values = {line.step: v for line in lines if (v := quantity(line.metrics)) is not None}
     return sorted(values.items())
 
 
 def use_by_step(lines: Sequence[MetricsLine], name: str = GPU_USE) -> list[tuple[int, float]]:
-    """(step, mean share) in the order of steps."""
+    """(step, mean share) in order of steps."""
     of_step: dict[int, list[MetricsLine]] = {}
     for line in lines:
         of_step.setdefault(line.step, []).append(line)
@@ -124,7 +124,7 @@ def use_by_step(lines: Sequence[MetricsLine], name: str = GPU_USE) -> list[tuple
 
 
 def mean_gpu_use(lines: Sequence[MetricsLine], name: str = GPU_USE) -> tuple[float, float] | None:
-    """Mean share over all lines, and the seconds it was measured over; None if never."""
+    """Mean share over all lines, and the seconds of its measurement; None if not measured."""
     measured = [x.metrics for x in lines if name in x.metrics and GPU_SECONDS in x.metrics]
     seconds = sum(metrics[GPU_SECONDS] for metrics in measured)
     if seconds <= 0:
@@ -140,13 +140,13 @@ def gpu_devices(lines: Sequence[MetricsLine]) -> list[str]:
 
 
 def peak_memory(lines: Sequence[MetricsLine], device: str) -> float | None:
-    """The most memory that was in use on a device, by all its processes, in GiB."""
+    """The peak memory in use on a device, by all processes, in GiB; None if not measured."""
     name = f"gpu/{device}/memory_gib"
     return max((line.metrics[name] for line in lines if name in line.metrics), default=None)
 
 
 def gpu_facts(lines: Sequence[MetricsLine]) -> list[tuple[str, str]]:
-    """Labels and figures for the head of a report; none where nothing was measured."""
+    """Labels and figures for the head of a report; empty if nothing was measured."""
     found = []
     measured = mean_gpu_use(lines)
     if measured is not None:

@@ -1,11 +1,11 @@
-"""What rollouts leave on disk: a line each, for training and for held-out evaluations.
+"""Rollout records on disk, one line each, for training and for held-out evaluations.
 
     <run folder>/evaluations/<task set>/step_<n>.jsonl    every rollout of a held-out item
     <run folder>/rollouts/step_<n>.jsonl                  training rollouts whose workflow kept
                                                           something (`aflow_tune.context.keep`)
 
-The adapter appends them, several processes at once, each line in one write; reports read them.
-The field `run` of both is the rollout's number among those of its item: that is its name on disk.
+The adapter appends them from several processes, each line in one write; reports read them. The
+field `run` of both is the number of the rollout among those of its item (the name on disk is kept).
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from aflow_tune.scoring.numbers import boxed_answers
 from aflow_tune.trace import POLICY, ModelCall, OperatorCall, Trace
 
 MAX_REASON = 600
-"""Characters that are kept of the reason why a rollout failed."""
+"""Characters kept of the reason why a rollout failed."""
 MAX_ANSWER = 80
-"""Characters of an answer's key; a longer one is cut and ends with a hash of the whole."""
+"""Characters of an answer's key; a longer answer is cut and a hash of it added."""
 
 _LOOKED_AT = 20_000
-"""Characters of a response, from its end, in which the mark of an answer is looked for."""
+"""Characters at the end of a response that are searched for a tag or box."""
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """How one rollout on one held-out item went.
+    """The record of one rollout on one held-out item.
 
-    `score` is None where nothing could be scored; `failure` then says why in a word and `reason`
-    in words (at most `MAX_REASON` characters). `item` is the row of the data set. `transcript`
-    lists calls: caller, messages, response, tokens.
+    `score` is None if the rollout failed or could not be scored; then `failure` is the kind and
+    `reason` a text (at most `MAX_REASON` characters). `item` is the row of the data set.
+    `transcript` lists calls: caller, messages, response, tokens.
 
-    `calls` lists every call of the tuned model by its start: `caller`, `prompt_tokens` and `tokens`
-    (drawn; both None where the server did not count), and where they apply `truncated`, `failed`
-    (no answer came) and `tools` (`name` and `arguments`). `operators` lists `operator`, `instance`,
-    `outcome`, `attempts`. `answer` is the `answer_key` of the last response.
+    `calls` lists every call of the tuned model in order of start: `caller`, `prompt_tokens`,
+    `tokens` (sampled; both None if the server reports none), and if they apply `truncated`,
+    `failed` (no answer) and `tools` (`name`, `arguments`). `operators` lists `operator`,
+    `instance`, `outcome`, `attempts`. `answer` is the `answer_key` of the last response.
     """
 
     step: int
@@ -63,13 +63,13 @@ class EvalRecord:
     kept: dict[str, Any] = field(default_factory=dict)
 
     def to_line(self) -> bytes:
-        """The record as one line of JSON with its line end."""
+        """The record as one line of JSON, with the newline."""
         return as_line(asdict(self))
 
     @classmethod
     def from_line(cls, line: bytes) -> EvalRecord:
-        """The record of a line; keys that a newer version wrote are passed over. Raises ValueError
-        if it is not a whole record."""
+        """The record of a line; unknown keys, of newer versions, are ignored. Raises ValueError: it
+        is not a complete record."""
         entry = json.loads(line)
         if not isinstance(entry, dict):
             raise ValueError("a record is a JSON object")
@@ -82,8 +82,8 @@ class EvalRecord:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One training rollout. `task` counts the tasks of the step, `run` the rollouts of the group;
-    `reward` is None where it failed, and `failure` then says how."""
+    """One training rollout. `task` is the task's number in the step, `run` the rollout's in its
+    group; `reward` is None if it failed, and `failure` is then the kind."""
 
     step: int
     task: int
@@ -94,18 +94,18 @@ class Rollout:
 
 
 def record_path(eval_dir: Path, taskset: str, step: int) -> Path:
-    """The file that holds the evaluation of `taskset` with the weights of `step`."""
+    """The file of the evaluation of `taskset` with the weights of `step`."""
     return eval_dir / taskset / f"step_{step}.jsonl"
 
 
 def append_record(eval_dir: Path, record: EvalRecord) -> None:
-    """Append one line in one write. Raises OSError if it could not be written whole."""
+    """Append one line in one write. Raises OSError: it was not written completely."""
     append_line(record_path(eval_dir, record.taskset, record.step), record.to_line())
 
 
 def read_records(path: Path) -> list[EvalRecord]:
-    """All records of a file but for a torn last line. Raises ValueError with file and line if
-    another one is damaged."""
+    """All records of a file, without a torn last line. Raises ValueError, with file and line:
+    another line is damaged."""
     lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):
@@ -118,7 +118,7 @@ def read_records(path: Path) -> list[EvalRecord]:
 
 
 def record_files(folder: Path) -> Iterator[tuple[int, Path]]:
-    """The `step_N.jsonl` below a folder, with their steps."""
+    """Step and path of each `step_N.jsonl` below a folder, in no particular order."""
     for path in folder.rglob("step_*.jsonl"):
         number = path.stem.removeprefix("step_")
         if number.isdecimal():
@@ -126,13 +126,13 @@ def record_files(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def append_rollout(run_dir: Path, rollout: Rollout) -> None:
-    """Append one line. Raises OSError if it could not be written whole."""
+    """Append one line in one write. Raises OSError: it was not written completely."""
     append_line(run_dir / "rollouts" / f"step_{rollout.step}.jsonl", as_line(asdict(rollout)))
 
 
 def read_rollouts(run_dir: Path) -> Iterator[Rollout]:
-    """All rollouts by step; of a step that was begun twice those of the later attempt. Torn and
-    otherwise damaged lines are passed over."""
+    """All rollouts in order of step, task and run. Of several lines for one rollout, as after a
+    repeated step, the last counts. Damaged lines are skipped."""
     for _, path in sorted(record_files(run_dir / "rollouts")):
         found: dict[tuple[int, int], Rollout] = {}
         for line in path.read_bytes().split(b"\n"):
@@ -147,15 +147,15 @@ def read_rollouts(run_dir: Path) -> Iterator[Rollout]:
 
 
 def forget_rollouts(run_dir: Path, after: int) -> None:
-    """Remove the files of the steps behind `after`, before they are done again."""
+    """Remove the files of steps later than `after`, before these are repeated."""
     for step, path in record_files(run_dir / "rollouts"):
         if step > after:
             path.unlink()
 
 
 def traces_of(records: Iterable[EvalRecord]) -> list[tuple[Trace, float | None]]:
-    """The trace of each rollout with its reward; None for one that failed. Calls of other models
-    and costs are not in records, so the traces lack them."""
+    """The trace of each rollout with its reward (None if it failed). Records have no calls of other
+    models and no costs, so the traces lack them."""
     found = []
     for record in records:
         trace = Trace()
@@ -178,8 +178,8 @@ def traces_of(records: Iterable[EvalRecord]) -> list[tuple[Trace, float | None]]
 
 
 def answer_key(text: str) -> str:
-    """A response's final answer as a short key, so that equal answers can be counted: the last
-    `<answer>` tag or `\\boxed{}`, else the whole text. "" for nothing but white space."""
+    """A response's final answer as a short key, to count equal answers: the last `<answer>` tag,
+    else the last `\\boxed{}`, else the whole text. "" if it is blank."""
     end = text[-_LOOKED_AT:]
     marked = _TAG.findall(end) or boxed_answers(end) or [text]
     answer = " ".join(marked[-1].split())

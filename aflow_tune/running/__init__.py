@@ -1,3 +1,3 @@
-"""A run from its claim on a folder to its proof: the modes, the stages, in whichever engine."""
+"""Executes runs in all modes, and chains of stages, from the folder's lock to a verified result."""
 
 import aflow_tune.config  # noqa: F401  (the stand-in for a missing vLLM, before Trinity)

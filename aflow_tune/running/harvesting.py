@@ -1,14 +1,14 @@
-"""A harvest from a prepared configuration to its files: `mode: harvest`, `aflow-tune harvest`.
+"""Runs a harvest (`mode: harvest`, `aflow-tune harvest`) and writes its files.
 
     <folder>/
-      sft.jsonl             the pairs: `messages` and where they are from; for `mode: train`, sft
-      harvest.json          what became of all candidates
-      trials/ID.jsonl       what was executed, for one set of settings that decide its outcome
-      lessons/ID.jsonl      what one teacher answered
+      sft.jsonl             the pairs: `messages` and their origin, for SFT in `mode: train`
+      harvest.json          counts of all candidates by outcome
+      trials/ID.jsonl       executed candidates; ID is a hash of the settings that decide outcomes
+      lessons/ID.jsonl      answers of one teacher; ID is a hash of its settings
 
-The first two appear whole, when the harvest is done; the others grow, and the same command goes on
-from them. Problems that are also held out are dropped before anything is asked. What is tried and
-what is kept is decided in `aflow_tune.harvest`.
+The first two are written atomically at the end; the others grow, and the same command resumes from
+them. Training problems that are also held out are dropped before any model call. What to try and
+what to keep is decided in `aflow_tune.harvest`.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ if TYPE_CHECKING:
     from aflow_tune.writer.workflow import WriterWorkflow
 
 PAIRS_FILE = "sft.jsonl"
-AT_ONCE_ON_PROCESSOR = 16  # more graphs that wait for one processor would only run out of time
-_SLACK_SECONDS = 1.0  # whoever says `stop` because of `budget.wall_seconds` began a little earlier
+AT_ONCE_ON_PROCESSOR = 16  # without a GPU: more concurrent graphs would only time out
+_SLACK_SECONDS = 1.0  # `Run.execute` starts its deadline of `budget.wall_seconds` a little earlier
 _OUTCOMES = ("untried", "refused", "failed", "wrong", "unscored")
 
 
 @dataclass(frozen=True)
 class HarvestSummary:
-    """`counts` are those of `harvest.json`."""
+    """The file of the pairs, and the content of `harvest.json`."""
 
     pairs: Path
     counts: Mapping[str, Any]
@@ -73,10 +73,10 @@ def run_harvest(
     *,
     out: Path | None = None,
 ) -> HarvestSummary:
-    """Harvest with a prepared configuration whose task sets are laid out, in a `folder` that the
-    caller holds; the pairs go to `out`, else into it. BadInput: rows, templates or models cannot be
-    used. Interrupted, BudgetReached: stopped; the same call goes on. RunFailed: no graph solved a
-    problem, or a file cannot be written."""
+    """Harvest with a prepared configuration and materialised task sets, in a `folder` that the
+    caller has locked; the pairs go to `out`, by default `sft.jsonl` in it. Raises BadInput: rows,
+    templates or models cannot be used; Interrupted, BudgetReached: stopped, the same call resumes;
+    RunFailed: no pair was found, or a file cannot be written."""
     pairs, limit = out or folder / PAIRS_FILE, config.budget.wall_seconds
     deadline = float("inf") if limit is None else time.monotonic() + limit
     kept = f"What was tried is kept in {folder}. The same command goes on from there."
@@ -119,7 +119,7 @@ def _why_nothing(counts: Mapping[str, Any]) -> str:
 async def _harvest(
     config: AflowConfig, folder: Path, phase: Callable[[str], None], workflow: WriterWorkflow
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The rows, and what became of all candidates."""
+    """The rows of `sft.jsonl`, and the counts of `harvest.json`."""
     phase("reading the problems")
     section, spend = config.harvest, spend_of(config)
     problems, leaks = await _problems(config, workflow)
@@ -172,14 +172,14 @@ async def _harvest(
 
 
 async def _problems(config: AflowConfig, workflow: WriterWorkflow) -> tuple[list[Problem], int]:
-    """With how many were dropped because they are held out."""
+    """The problems, and how many rows were dropped because they are also held out."""
     rows = await _rows(config)
     held_out = [
         dict(task.raw_task or {})
         for taskset in config.buffer.explorer_input.eval_tasksets
         for task in await read_all(replace(taskset, data_selector=DataSelectorConfig()))
     ]
-    # Asked the other way round: every training row that stands among the held-out ones.
+    # Arguments swapped on purpose: finds the training rows that occur among the held-out ones.
     leaking = {leak.held_out for leak in await asyncio.to_thread(find_leaks, held_out, rows)}
     found: dict[str, Problem] = {}
     for number, row in enumerate(rows):
@@ -200,7 +200,7 @@ async def _problems(config: AflowConfig, workflow: WriterWorkflow) -> tuple[list
 
 
 async def _rows(config: AflowConfig) -> list[dict[str, Any]]:
-    """Of the training task sets, once each, with what a mix adds to them."""
+    """The rows of the training task sets, each once, with the source columns that a mix adds."""
     inputs, benchmarks = config.buffer.explorer_input, benchmarks_of(config)
     rows = []
     plain = DataSelectorConfig()
@@ -219,7 +219,7 @@ async def _rows(config: AflowConfig) -> list[dict[str, Any]]:
 def _journals(
     config: AflowConfig, folder: Path, workflow: WriterWorkflow, roles: set[str]
 ) -> tuple[Journal, Journal]:
-    """What was tried with the very same settings, and what the same teacher answered."""
+    """The journals of trials with exactly these settings, and of this teacher's answers."""
     decides = {
         "writer": asdict(config.writer),
         "models": {role: asdict(config.models[role]) for role in sorted(roles & {*config.models})},
@@ -244,7 +244,7 @@ def _digest(value: Any) -> str:
 
 
 def _source_of(item: Callable[..., Any]) -> str:
-    """The text of the file that it stands in; its name if none."""
+    """The item's name, and the source of its module if available."""
     home = getattr(item, "__module__", "")
     name, module = f"{home}.{getattr(item, '__qualname__', item)}", sys.modules.get(home or "")
     try:

@@ -1,5 +1,5 @@
-"""One run from a loaded configuration to a proven result: a success only if the trainer reached its
-target and the last checkpoint loads. `Run` trains on rollouts; `MODES` names the others.
+"""Executes one run and verifies the result: training succeeds only if it reached its target and the
+last checkpoint is intact. `Run` trains on rollouts; `MODES` has the classes of the other modes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Stop = Callable[[], bool]
 
 
 class Run:
-    """One run of one configuration. `workflow_func` is None only where the mode calls none."""
+    """One run: call `prepare`, `claimed`, `execute`. `workflow_func` None: the mode calls none."""
 
     def __init__(
         self, config: AflowConfig, workflow_func: Function | None, judge_func: Function | None
@@ -74,10 +74,10 @@ class Run:
         self.config, self.workflow_func, self.judge_func = config, workflow_func, judge_func
         self.changes: list[Change] = []
         self.built_upon: str | None = None
-        """The stage that began from this run's result, which therefore must stay as it is."""
+        """The later stage that started from this run's result, which must not change any more."""
 
     def prepare(self) -> None:
-        """Check the functions, settle the engine and every setting. BadInput: with every fault."""
+        """Check the functions and data; decide the engine and all settings. Raises BadInput."""
         if self.workflow_func is not None and needs_workflow(self.config):
             check_functions(self.workflow_func, self.judge_func)
         check_run_prompts(self.config)
@@ -92,15 +92,15 @@ class Run:
             raise BadInput("The data sets do not fit.", data.faults)
 
     def announce(self) -> None:
-        """Print the engine and why, what is doubtful, and what was changed."""
+        """Print the engine and why it was chosen, the warnings, and the changed settings."""
         warnings = [f"warning: {warning}" for warning in self.warnings]
         told = [f"engine: {self.engine[0]} ({self.engine[1]})", *warnings]
         print("\n".join([*told, render_changes(self.changes)]), flush=True)
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Hold the run folder, taken back to the checkpoint it will resume from. BadInput: it is in
-        use, or another configuration's. AlreadyFinished: this very run is."""
+        """Lock the run folder and rewind it to the checkpoint to resume from. Raises BadInput: it
+        is in use or of another configuration, or no checkpoint is sound; AlreadyFinished."""
         with locked(self.run_dir):
             run_state.refuse_chain(self.run_dir)
             log_to(self.run_dir / "log")
@@ -128,14 +128,14 @@ class Run:
                 save_resolved(self.config, self.changes, self.run_dir / "resolved.yaml")
                 yield
             except BaseException as error:
-                if self.state.status == "running":  # it ended before it was under way
+                if self.state.status == "running":  # it ended before `execute` recorded an end
                     stopped = isinstance(error, (Interrupted, KeyboardInterrupt))
                     status = "interrupted" if stopped else "failed"
                     self._write_end(status, str(error) or type(error).__name__)
                 raise
 
     def _rewind(self) -> None:
-        """Take the folder back to the checkpoint of `self.start`."""
+        """Rewind the folder to the checkpoint of step `self.start`."""
         run_state.rewind(self.run_dir, self.start, self.config.explorer.name)
         if self.config.engine == "trinity":
             run_state.rewind_trinity(self.run_dir, self.start)
@@ -143,9 +143,9 @@ class Run:
         print(f"resuming {self.run_dir} from step {self.start} of {self.target}")
 
     def execute(self, stop: Stop) -> TuneResult:
-        """Run to the target on the chosen engine, and report. RunFailed: the target was not
-        reached, or the last checkpoint does not load. Interrupted, BudgetReached: the state is
-        saved."""
+        """Run to the target on the chosen engine, verify the result and write the report. Raises
+        RunFailed: the target was not reached, the last checkpoint is damaged, or a file could not
+        be written; Interrupted, BudgetReached: the state is saved."""
         self.spend = spend_of(self.config)
         limit = self.config.budget.wall_seconds
         deadline = None if limit is None else time.monotonic() + limit
@@ -173,7 +173,7 @@ class Run:
             elif isinstance(error, AflowTuneError) and error.exit_code is ExitCode.FAILED:
                 reason = str(error)
             self._write_end("failed", reason or f"{type(error).__name__}: {error}")
-            if reason is None:  # told otherwise, or a defect
+            if reason is None:  # an error with its own report, or a bug
                 raise
             raise RunFailed(f"{reason}\n{self._left()}") from error
         self._write_end("finished")
@@ -181,13 +181,13 @@ class Run:
         try:
             report = write_report(self.run_dir, config=self.config.flatten(), changes=self.changes)
             print(summary_text(self.run_dir, report))
-        except OSError as error:  # a full disk does not unmake a run that is proven
+        except OSError as error:  # a full disk must not fail a run that is verified
             print(f"warning: the report could not be written: {error}", flush=True)
         saved = tuple(checkpoints(self.run_dir))
         return TuneResult(self.run_dir, reached, last_metrics(self.run_dir), saved, report)
 
     def _engine(self, phase: Phase, stop: Stop) -> int:
-        """Work until the target or `stop`; returns the step that was reached."""
+        """Train until the target or `stop`; returns the step reached."""
         functions = self.workflow_func, self.judge_func
         if self.config.engine == "trinity":
             from aflow_tune.engines.trinity.launcher import run_cluster
@@ -202,7 +202,7 @@ class Run:
         return run_split(self.config, functions, self.target, phase, stop)
 
     def _inject(self) -> None:
-        """Give the adapter the functions and what it needs to know about the run."""
+        """Pass the functions and the run's settings to the adapter."""
         config = self.config
         if config.engine == "local":
             give_engine_settings(config)
@@ -216,12 +216,12 @@ class Run:
         merge_mix(config, self.run_dir)
 
     def _rows(self) -> tuple[int, int, str]:
-        """Rows to train on, rows a step, and the setting of the latter."""
+        """Rows to train on, rows per step, and the key that sets the latter."""
         rows = sum(map(len, map(get_buffer_reader, self.config.buffer.explorer_input.tasksets)))
         return rows, self.config.buffer.batch_size, "buffer.batch_size"
 
     def _target(self) -> int:
-        """The step at which the run is done. BadInput: the data is smaller than one batch."""
+        """The last step of the run. Raises BadInput: the data has less than one batch."""
         buffer, most = self.config.buffer, self.config.trainer.total_steps
         if buffer.total_steps:
             return min(buffer.total_steps, most or buffer.total_steps)
@@ -251,7 +251,7 @@ class Run:
         return BudgetReached(f"{self.spend.reached() or 'budget.wall_seconds reached'}{rest}")
 
     def _left(self) -> str:
-        """What the run folder holds, and what the same command would do with it."""
+        """A sentence for the user: what is saved, and that the same command resumes."""
         kept = "What was finished is kept"
         if self.target:
             step = max((point.step for point in checkpoints(self.run_dir)), default=0)
@@ -259,9 +259,9 @@ class Run:
         return f"{kept} in {self.run_dir}; the same command resumes from there."
 
     def _write_end(self, status: str, error: str | None = None) -> None:
-        """RunFailed: it could not be written, and the run would have been called finished."""
+        """Record the end in `run.json`. RunFailed if that fails for `finished`, else a warning."""
         saved = checkpoints(self.run_dir)
-        if error is not None and len(error) > MAX_ERROR:  # its first line says what, its last why
+        if error is not None and len(error) > MAX_ERROR:  # the first line and the last say most
             error = f"{error[: MAX_ERROR // 2]}\n...\n{error[-MAX_ERROR // 2 :]}"
         self.state.status, self.state.error, self.state.ended = status, error, time.time()
         self.state.step = saved[-1].step if saved else 0
@@ -276,7 +276,7 @@ class Run:
 
 
 class DataRun(Run):
-    """`mode: train`: learns from a data set, on the local engine always in this process."""
+    """`mode: train`: trains on a data set; on the local engine always in this process."""
 
     def _target(self) -> int:
         materialise_experiences(self.config)
@@ -302,7 +302,7 @@ class DataRun(Run):
 
 
 class _Stepless(Run):
-    """A run without steps: what works raises where its result is not whole."""
+    """A run without training steps; `_engine` itself raises if the result is incomplete."""
 
     def _target(self) -> int:
         return 0
@@ -314,10 +314,10 @@ class _Stepless(Run):
 
 
 class HarvestRun(_Stepless):
-    """`mode: harvest`: writes a data set for a later stage; `harvesting.py` says how."""
+    """`mode: harvest`: writes a data set for a later stage, see `harvesting.py`."""
 
     def _inject(self) -> None:
-        """The harvest runs graphs itself; only the auxiliary models' samplers need settings."""
+        """The harvest does not use the adapter; only the local samplers need settings."""
         give_engine_settings(self.config)
 
     def _engine(self, phase: Phase, stop: Stop) -> int:
@@ -334,7 +334,7 @@ class HarvestRun(_Stepless):
 
 
 class ServeRun(_Stepless):
-    """`mode: serve` of Trinity: its engines answer at one address until they are stopped."""
+    """`mode: serve` of Trinity: serves the models at one address until stopped."""
 
     _rewind = Run._rewind
 
@@ -344,25 +344,25 @@ _MEASURED_BY = (
     *("model.", "operators.", "prompts.", "rewards.", "rollout.system_prompt", "seed", "workflow"),
     "writer.",
 )
-"""Settings that a guest has in common with the run whose folder it is: they decide scores."""
+"""Prefixes of settings that decide scores: a guest must share them with the folder's run."""
 
 
 class BenchRun(_Stepless):
-    """`mode: bench`: evaluates a model on held-out tasks, trains nothing.
+    """`mode: bench`: evaluates weights on held-out tasks without training.
 
-    Which weights is Trinity's rule: the model of `model.model_path` (unless
+    Trinity's rule decides which weights: the model of `model.model_path` (unless
     `explorer.eval_on_startup: false`) and every checkpoint of the run folder, or with
-    `explorer.bench_on_latest_checkpoint: true` the newest one only. In the folder of a training run
-    the bench is a guest: it adds what that run did not evaluate and leaves its state alone.
+    `explorer.bench_on_latest_checkpoint: true` only the newest one. In the folder of another run
+    the bench is a guest: it adds missing evaluations and does not touch `run.json`.
     """
 
     guest = False
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """As `Run.claimed`, or as a guest in a training run's folder."""
+        """As `Run.claimed`. A guest rewinds nothing; BadInput if `_MEASURED_BY` settings differ."""
         self._done: set[tuple[str, int]] = set()
-        """Task sets and steps that are evaluated to the last rollout."""
+        """(task set, step) of complete evaluations."""
         earlier = read_state(self.run_dir)
         if earlier is None or earlier.fingerprint.get("mode") == "bench":
             with super().claimed():
@@ -381,8 +381,8 @@ class BenchRun(_Stepless):
             yield
 
     def execute(self, stop: Stop) -> TuneResult:
-        """Evaluate what has no record yet, and report. AlreadyFinished: a guest found everything
-        evaluated."""
+        """Evaluate what has no record yet, and report. Raises, beside those of `Run.execute`,
+        BadInput: no weights to evaluate; AlreadyFinished: a guest found all evaluated."""
         if not self._weights():
             title, fix = "There is nothing to evaluate.", "explorer.bench_on_latest_checkpoint"
             found = f"none in {self.run_dir}", f"train first, or remove {fix}"
@@ -390,7 +390,7 @@ class BenchRun(_Stepless):
         return super().execute(stop)
 
     def _weights(self) -> dict[int, Path | None]:
-        """What is evaluated: steps with their checkpoints; None stands for the model itself."""
+        """Steps to evaluate with their checkpoints; None is the model of `model.model_path`."""
         explorer, saved = self.config.explorer, checkpoints(self.run_dir)
         trained: dict[int, Path | None] = {point.step: point.path for point in saved}
         if explorer.bench_on_latest_checkpoint:
@@ -417,7 +417,7 @@ class BenchRun(_Stepless):
     async def _measure(
         self, step: int, weights: Path | None, tasks: TaskSets, models: LocalModels, phase: Phase
     ) -> int:
-        """Evaluate the weights of one step; returns how many rollouts that took."""
+        """Evaluate the weights of one step; returns the number of new rollouts."""
         config, made, folder = self.config, 0, self.run_dir / FOLDER
         assert self.workflow_func is not None
         functions = self.workflow_func, self.judge_func
@@ -440,7 +440,7 @@ class BenchRun(_Stepless):
         return made
 
     def _log(self, step: int) -> None:
-        """The metrics by which panel and report know that the evaluation of a step is whole."""
+        """Log the metrics that mark the evaluation of a step as complete for panel and report."""
         from aflow_tune.engines.trinity.inline import make_monitor
 
         metrics: dict[str, float] = {}
@@ -456,10 +456,10 @@ class BenchRun(_Stepless):
         monitor.close()
 
     def _prove(self, reached: int, stopped: bool, spent: bool) -> None:
-        """Every held-out task of every task set has its records, and not all of them failed."""
+        """Every task set is evaluated completely at every step, and not all rollouts failed."""
         found = load_evaluations(self.run_dir)
         names = [taskset.name for taskset in self.config.buffer.explorer_input.eval_tasksets]
-        if self.config.engine == "trinity":  # whose benchmark ends with all of a task set or fails
+        if self.config.engine == "trinity":  # its benchmark either completes a task set or fails
             self._done = {(name, step) for name, steps in found.items() for step in steps}
         wanted = [(name, step) for name in names for step in self._weights()]
         missing = [f"{one[0]} at step {one[1]}" for one in wanted if one not in self._done]
@@ -484,7 +484,7 @@ MODES = {"train": DataRun, "bench": BenchRun, "harvest": HarvestRun, "serve": Se
 def make_run(
     config: AflowConfig, workflow_func: Function | None, judge_func: Function | None
 ) -> Run:
-    """The run that `config.mode` asks for; an unknown mode is refused when it is prepared."""
+    """The run for `config.mode`; `Run.prepare` refuses an unknown mode."""
     return MODES.get(config.mode, Run)(config, workflow_func, judge_func)
 
 

@@ -1,15 +1,15 @@
-"""The stages of one YAML, run one after the other: `run_chain`.
+"""Runs the stages of one YAML one after the other: `run_chain`.
 
-    <root>/<project>/<name>/         the chain's folder
-      chain.json                     the stages, how far each is
+    <root>/<project>/<name>/         the chain folder
+      chain.json                     the stages and the state of each
       report.html                    all stages side by side
-      account.sqlite                 what all stages spent together
-      <stage_name>/                  a run folder like any other (`run_state.py`)
+      account.sqlite                 spend of all stages together
+      <stage_name>/                  an ordinary run folder (`runs/folder.py`)
 
-Every stage is a whole run (`run.MODES`), which begins with the model that the last training stage
-before it exported. All stages are checked before the first one starts. The same command goes on in
-whichever stage was under way. On `engine: trinity` order, folders and the checkpoint that the next
-one takes are those of Trinity's own stage loop.
+Each stage is a run (`run.make_run`) that starts from the model of the last training stage before
+it, unless it names one. All stages are checked before the first one starts. The same command
+resumes in the stage that was interrupted. On `engine: trinity` the order, the folders and the
+checkpoint handed on are those of Trinity's own stage loop.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from aflow_tune.types import TuneResult
 @dataclass
 class StageState:
     """One stage in `chain.json`. `status`: waiting, running, interrupted, failed, finished.
-    `seconds`: of all commands together. `model`: what it began from."""
+    `seconds`: over all commands. `model`: the one that it starts from."""
 
     name: str
     mode: str
@@ -53,8 +53,8 @@ def run_chain(
     judge_func: Function | None,
     stop: Callable[[], bool],
 ) -> TuneResult:
-    """Run every stage that is not finished; the result is the last training stage's. BadInput: any
-    stage was refused, or the folder belongs to another chain; else it raises as a single run."""
+    """Run every stage that is not finished; returns the result of the last training stage. Raises
+    BadInput: a stage was refused, or the folder belongs to another chain; else as `Run.execute`."""
     folder = chain_folder(config)
     if not config.continue_from_checkpoint and folder.is_dir() and any(folder.iterdir()):
         config.name = f"{config.name}_{time.strftime('%Y%m%d%H%M%S')}"
@@ -62,7 +62,7 @@ def run_chain(
     config.continue_from_checkpoint = True  # one name for the whole chain
     parts, found = parts_of(config)
     faults = list(found)
-    for name, part in parts:  # with the models of the file: no later one is there yet
+    for name, part in parts:  # with the configured models: the stages' own do not exist yet
         report = check_part(part, workflow_func, judge_func)
         known = {fault.where for fault in faults}
         faults += [fault for fault in report.faults if fault.where not in known]
@@ -136,7 +136,7 @@ class _Chain:
 
     @contextlib.contextmanager
     def _watched(self, number: int, part: AflowConfig) -> Iterator[None]:
-        """Keep what became of a stage, and name it in what it raises."""
+        """Record how a stage ended, and add its name to what it raises."""
         state, began, status = self.states[number], time.monotonic(), "failed"
         try:
             yield
@@ -147,7 +147,7 @@ class _Chain:
             raise
         except BadInput as error:
             status = state.status
-            # A changed setting is named by its key alone; in a chain, with its stage and place.
+            # `changed_keys` gives the bare key; in a chain, show its stage and position instead.
             keys, where = part.flatten(), part.positions.where
             faults = [
                 replace(fault, where=where(fault.where) if fault.where in keys else fault.where)
@@ -167,7 +167,7 @@ class _Chain:
             self._report()
 
     def _report(self) -> Path | None:
-        """A full disk does not unmake what the stages did."""
+        """Write the chain's report; a full disk is only a warning."""
         try:
             return write_chain_report(self.folder)
         except OSError as error:
@@ -175,8 +175,8 @@ class _Chain:
             return None
 
     def _read_states(self) -> list[StageState]:
-        """BadInput: the folder is that of a single run, or of a chain whose started stages are not
-        the first ones here."""
+        """The states from `chain.json`, new ones added. Raises BadInput: the folder is of a single
+        run, or of a chain whose started stages are not the first ones of this configuration."""
         if (self.folder / RUN_FILE).exists():
             title, fix = "This folder holds a run without `stages`.", "give another `name=`"
             expected = "the folder of a chain, or a new one"
@@ -199,7 +199,7 @@ class _Chain:
         ]
 
     def _write_states(self, *, must: bool) -> None:
-        """Unless it `must`, a full disk costs a warning, so that why the stage failed is told."""
+        """Unless it `must`, a failure is a warning, so that the stage's own error is reported."""
         stages = [asdict(state) for state in self.states]
         content = {"stages": stages, "command": self.config.command, "host": socket.gethostname()}
         try:
@@ -211,7 +211,7 @@ class _Chain:
 
 
 def trained_model(config: AflowConfig, folder: Path) -> str:
-    """The model that a finished training stage left for the next one. RunFailed: it is gone."""
+    """The path of the model that a finished training stage exported. RunFailed: it is missing."""
     if config.engine == "trinity":
         from trinity.trainer.trainer import get_latest_hf_checkpoint_path
 

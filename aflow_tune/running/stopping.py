@@ -1,4 +1,4 @@
-"""Ending work that runs in an event loop when the user asks for it."""
+"""Stops work in an event loop when the user asks for it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ T = TypeVar("T")
 async def until_stopped(
     work: Coroutine[Any, Any, T], stop: Callable[[], bool], tell: Callable[[], None]
 ) -> T:
-    """The result of `work`, which is cancelled once `stop()` is true, after one call of `tell`.
-    Raises asyncio.CancelledError: it was, and had not ended by then."""
+    """The result of `work`. Once `stop()` is true (asked every 0.2 s), calls `tell` and cancels
+    `work`. Raises asyncio.CancelledError if that ended it, else what `work` raised."""
     task, told = asyncio.ensure_future(work), False
     while not task.done():
         await asyncio.wait([task], timeout=0.2)

@@ -1,4 +1,4 @@
-"""Run folders as such: their layout and state, a list of them, which checkpoints stay.
+"""Run folders: their layout and state, listing them, cleaning up checkpoints.
 
-Light on purpose: a list over hundreds of folders must not wait for torch, Trinity or Ray.
+Imports no torch, Trinity or Ray, so that listing hundreds of folders is fast.
 """

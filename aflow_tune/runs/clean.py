@@ -1,13 +1,13 @@
-"""Which checkpoints stay of those that a run has saved, and taking the others away.
+"""Which checkpoints of a run to keep, and removal of the others.
 
-`trainer.max_checkpoints_to_keep` counts the newest (0: all stay), `checkpoints.keep_best` the best
-by held-out score on top of them. With Ray the trainer is a step ahead of the evaluation, so a
-checkpoint whose evaluation is still to come waits for it.
+`trainer.max_checkpoints_to_keep` keeps the newest (0: all), `checkpoints.keep_best` in addition the
+best by held-out score. With Ray the trainer can be ahead of the evaluation, so a checkpoint whose
+evaluation is pending is kept.
 
 `aflow-tune runs clean` keeps what a resume, a longer run and `export --checkpoint best|last` need.
-Where a checkpoint that would stay is damaged, all stay: a resume would go back to an earlier one.
-Never touched: a run that is going on here or may go on elsewhere, links, folders without a state
-file of ours, and checkpoints that are not in our form, such as those of `engine: trinity`.
+If a checkpoint to keep is damaged, it removes nothing: a resume would need an earlier one.
+Never touched: runs that are running here or may be running on another machine, links, folders
+without our state file, and checkpoints without our manifest, such as those of `engine: trinity`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DAMAGED = re.compile(r"damaged_global_step_\d+(_\d+)?")
 
 @dataclass(frozen=True)
 class Doomed:
-    """One folder that would go; `size` in bytes."""
+    """One folder to remove; `size` in bytes."""
 
     path: Path
     why: str
@@ -51,7 +51,7 @@ class Doomed:
 
 @dataclass(frozen=True)
 class Plan:
-    """What would go and stay of one run; `untouched`: why nothing is looked at."""
+    """What to remove; `staying`: kept steps and why; `untouched`: why the run is skipped."""
 
     run: Path
     doomed: tuple[Doomed, ...] = ()
@@ -66,8 +66,8 @@ class Plan:
 
 
 def plan(run: Path, *, keep_last: int = 1, keep_best: int = 1) -> list[Plan]:
-    """What would go of a run, or of each stage of a chain, where so many of the newest (at least 1)
-    and of the best by held-out score stay."""
+    """What to remove from a run, or from each stage of a chain. `keep_last`: newest checkpoints to
+    keep, at least 1; `keep_best`: best ones by held-out score."""
     state = describe(run)
     if state.state in (State.RUNNING, State.ELSEWHERE, State.UNREADABLE):
         why = {State.RUNNING: "it is going on", State.UNREADABLE: "its state cannot be read"}
@@ -80,8 +80,8 @@ def plan(run: Path, *, keep_last: int = 1, keep_best: int = 1) -> list[Plan]:
 
 
 def carry_out(plans: Sequence[Plan]) -> tuple[list[Doomed], list[str]]:
-    """Take away what the plans name; returns what went, and why something did not. Each run is held
-    and looked at again: what is needed by now stays."""
+    """Remove what the plans name; returns what was removed, and a message for each run that failed.
+    Each run is locked and planned again first: what has become needed stays."""
     gone: list[Doomed] = []
     problems: list[str] = []
     for item in (each for each in plans if each.doomed):
@@ -130,7 +130,7 @@ def _plan(run: Path, keep_last: int, keep_best: int) -> Plan:
             if path.is_symlink() or not path.is_dir():
                 continue
             left = _LEFT_OVER.fullmatch(path.name)
-            # What was moved out of the way is the only copy until the new one has its place.
+            # An `.old-` folder is the only copy until the new one is in place.
             if left and (left[2] != "old" or (folder / left[1]).exists()):
                 doom(path, "left half-written by a kill")
             elif _DAMAGED.fullmatch(path.name):
@@ -147,12 +147,12 @@ def kept_in_run(
     keep_best: int,
     eval_interval: int | None = None,
 ) -> dict[int, str]:
-    """The steps whose checkpoints stay, with the reason. Where records cannot be read all stay.
+    """The steps whose checkpoints to keep, with the reason. All, if the evaluations are unreadable.
 
     Args:
         keep_last: how many of the newest; 0: all.
         keep_best: how many of the best by held-out score, which may be among the newest.
-        eval_interval: of a run that goes on: every so many steps an evaluation may be to come.
+        eval_interval: steps between evaluations of a running run, whose evaluation may be pending.
     """
     if keep_last <= 0:
         return dict.fromkeys(steps, "all are kept")
@@ -166,7 +166,7 @@ def kept_in_run(
         return dict.fromkeys(steps, "its evaluations cannot be read")
     for step, _ in ranked(scores, steps)[:keep_best]:
         reasons[step] = f"{reasons[step]}, best" if step in reasons else "best"
-    # Evaluations come in the order of their steps: what they passed over has none to come.
+    # Evaluations run in order of steps: a step before the last evaluated one has none pending.
     last = max((line.step for line in lines if finished_evaluations(line.metrics)), default=-1)
     for step in steps:
         if eval_interval and step > last and step % eval_interval == 0:

@@ -1,13 +1,13 @@
-"""The files of a run folder that say what it is, and the lock that says who is at work in it.
+"""The layout of a run folder: its state file, its checkpoints, and the lock of the running command.
 
     <run folder>/
       run.json            `RunState`: status, step, target, fingerprint, how it was started
-      run.lock            held by the command that is running, on whatever machine it runs
+      run.lock            held (flock) by the command that is working in the folder
       global_step_N/      checkpoints, each written atomically
-    <chain's folder>/
+    <chain folder>/
       chain.json, run.lock, and a run folder for each stage
 
-The other files, and how a run goes back to a checkpoint: `engines/trinity/training/run_state.py`.
+How a run is rewound to a checkpoint: `engines/trinity/training/run_state.py`.
 """
 
 from __future__ import annotations
@@ -30,41 +30,42 @@ from aflow_tune.files import write_json
 from aflow_tune.types import Checkpoint
 
 RUN_FILE = "run.json"
-CHAIN_FILE = "chain.json"  # of a chain of stages, in place of `run.json`
+CHAIN_FILE = "chain.json"  # a chain of stages has this instead of `run.json`
 LOCK_FILE = "run.lock"
-ACCOUNT_FILE = "account.sqlite"  # what was spent so far, where there is a limit
+ACCOUNT_FILE = "account.sqlite"  # spend so far; written if the run has a limit
 STEP_PREFIX = "global_step_"
 MAX_ERROR = 2000  # characters of the last error that are kept
-_LOCK_SECONDS = 1.0  # whoever lists runs looks at locks by taking them for an instant
+_LOCK_SECONDS = 1.0  # retry this long: `is_locked` holds a lock for an instant
 
 
 @dataclass
 class RunState:
-    """The content of `run.json`. `status`: running, interrupted, failed or finished."""
+    """The content of `run.json`. `status`: running, interrupted, failed or finished; `step`: of the
+    last checkpoint when `status` was written."""
 
     status: str
     step: int
     target: int
     fingerprint: dict[str, Any]
     error: str | None = None
-    """Why it is interrupted or failed, in the words that the command ended with."""
+    """Why it was interrupted or failed: the message of the command."""
     command: dict[str, Any] | None = None
-    """What starts it again: `config`, `overrides`, `inline`, `cwd`. None: a call of `tune()`."""
+    """How to start it again: `config`, `overrides`, `inline`, `cwd`. None: a call of `tune()`."""
     host: str = ""
     started: float = 0.0
-    """Seconds since the epoch when the last command began; so `ended`, 0 while it runs."""
-    ended: float = 0.0
+    """When the last command began, in seconds since the epoch."""
+    ended: float = 0.0  # the same for its end; 0 while it runs
     summary: dict[str, Any] = field(default_factory=dict)
-    """As `listing.summarise` made it when the last command ended."""
+    """Result of `listing.summarise` when the last command ended."""
 
 
 def read_state(run_dir: Path) -> RunState | None:
-    """The state of the run in `run_dir`; None where no run was started. BadInput: the file is no
-    state of a run."""
+    """The state of the run in `run_dir`; None without `run.json`. Raises BadInput: the file cannot
+    be read as a run's state."""
     path = run_dir / RUN_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        # A newer version may have written more.
+        # A newer version may have written more fields.
         known = RunState.__dataclass_fields__.keys()
         return RunState(**{name: value for name, value in content.items() if name in known})
     except FileNotFoundError:
@@ -82,15 +83,15 @@ def write_state(run_dir: Path, state: RunState) -> None:
 def new_state(
     target: int, step: int, fingerprint: dict[str, Any], command: Mapping[str, Any] | None
 ) -> RunState:
-    """The state of a run that begins, or goes on, here and now."""
+    """The state of a run that starts or resumes now on this host."""
     state = RunState("running", step, target, fingerprint, started=time.time())
     state.command, state.host = None if command is None else dict(command), socket.gethostname()
     return state
 
 
 def read_stages(folder: Path) -> list[dict[str, Any]]:
-    """The stages of a chain's folder, in their order; empty for any other folder. BadInput: the
-    file is no list of stages."""
+    """The stages of a chain folder, in order; empty for any other folder. Raises BadInput:
+    `chain.json` holds no valid list of stages."""
     path = folder / CHAIN_FILE
     try:
         stages = list(json.loads(path.read_text(encoding="utf-8"))["stages"])
@@ -106,8 +107,8 @@ def read_stages(folder: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run folder for this process. BadInput: another command holds it, or it may not be
-    written to. OSError: the disk is full, read-only or broken."""
+    """Create and lock the run folder. Raises BadInput: another command holds the lock, or the
+    folder is not writable; OSError: the disk is full, read-only or broken."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / LOCK_FILE).open("a+")
@@ -133,7 +134,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a command is at work in the folder, or it may not be asked."""
+    """Whether a command holds the folder's lock; also True if the lock file cannot be opened."""
     try:
         with (run_dir / LOCK_FILE).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -145,7 +146,7 @@ def is_locked(run_dir: Path) -> bool:
 
 
 def checkpoints(run_dir: Path) -> list[Checkpoint]:
-    """All checkpoints of the folder, oldest first. Half-written ones have other names."""
+    """All checkpoints of the folder, by step. Half-written ones have other names."""
     found = []
     for path in run_dir.glob(f"{STEP_PREFIX}*"):
         suffix = path.name.removeprefix(STEP_PREFIX)
@@ -159,7 +160,7 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Take a checkpoint away at once, so that nobody meets half of it, then free its bytes."""
+    """Remove a checkpoint: rename it first, so that no reader sees half of it, then delete it."""
     doomed = path.with_name(f".{path.name}.removed-{os.getpid()}")
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -168,11 +169,10 @@ def remove_checkpoint(path: Path) -> None:
 def command_of(
     folder: Path, overrides: Sequence[str] = ()
 ) -> tuple[Path, list[str], bool | None, Path]:
-    """What began the run in `folder` (a stage's stands for its chain): `aflow-tune CONFIG
-    OVERRIDES...`, `inline`, and the folder that it was typed in. Running it again is the whole of
-    resuming. Settings that hold secrets were not written down and must be among the `overrides`.
-    BadInput: there is no run, no command began it (but `tune()`), its files are gone, or a secret
-    is missing."""
+    """How to resume the run in `folder` (for a stage, its chain): the config path and overrides of
+    its command, `inline`, and the working directory. Secrets were not stored: each must be among
+    `overrides`, which are only checked for it, not added to the result. Raises BadInput: no run is
+    there, `tune()` started it, its configuration or directory is gone, or a secret is missing."""
     title, path = "This run cannot be resumed by its folder.", folder.expanduser().resolve()
     if (path.parent / CHAIN_FILE).is_file():
         path = path.parent
@@ -204,6 +204,6 @@ def command_of(
     ]
     if faults:
         raise BadInput(title, faults)
-    if told.get("renamed"):  # the command asked for a fresh folder, and would get another one now
+    if told.get("renamed"):  # the same command would create another new folder
         began += [f"name={path.name}", "continue_from_checkpoint=true"]
     return config, began, inline, cwd

@@ -1,7 +1,7 @@
-"""Runs found below a folder, and what each has come to: state, step, best score, cost.
+"""Finds the runs below a folder and reads each one's state, step, best score and cost.
 
-Everything is read from small files; records of evaluations only where the run has not summed them
-up itself when it ended (`summarise`). Whether a run is going on is decided by its lock alone.
+It reads small files; evaluation records only if `run.json` has no up-to-date summary of them
+(`summarise`). A run counts as running if its lock is held, whatever `run.json` says.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _TAIL_BYTES = 1 << 17
 
 
 class State(StrEnum):
-    """What is known of a run."""
+    """The state of a run, stage or chain as listed."""
 
     RUNNING = "running"
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
     FAILED = "failed"
-    KILLED = "killed"  # it was going on, and nobody holds its lock any more
-    ELSEWHERE = "elsewhere"  # going on or killed, on another machine
-    WAITING = "waiting"  # a stage whose turn has not come
+    KILLED = "killed"  # recorded as running, but nobody holds its lock
+    ELSEWHERE = "elsewhere"  # the same, but of another host: running there, or killed
+    WAITING = "waiting"  # a stage that has not started
     UNREADABLE = "unreadable"
 
 
@@ -57,9 +57,9 @@ STATES = {state.value: state for state in State}
 
 @dataclass(frozen=True)
 class RunInfo:
-    """One run, chain or stage, as it is listed. `step`: the last that was trained; `saved`: the
-    last with a checkpoint; `best`: step and mean of the best whole evaluation; `about`: whether
-    calls without a price are missing in `usd`. Times are seconds since the epoch."""
+    """One run, chain or stage as listed. `step`: the last trained; `saved`: the last with a
+    checkpoint; `best`: step and mean score of the best complete evaluation; `about`: `usd` lacks
+    calls without a known price. Times are seconds since the epoch."""
 
     path: Path
     state: State
@@ -79,7 +79,7 @@ class RunInfo:
     stages: tuple[RunInfo, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data; the path is absolute."""
+        """As JSON-serialisable data, with an absolute path."""
         plain = ("mode", "step", "target", "score", "usd", "error", "host", "command")
         return {name: getattr(self, name) for name in plain} | {
             "path": str(self.path.resolve()),
@@ -95,7 +95,7 @@ class RunInfo:
 
 
 def find_runs(roots: Iterable[Path]) -> Iterator[Path]:
-    """The run folders and chains at or below `roots`, each once, in the order of their names."""
+    """The run and chain folders at or below `roots`, each once, by root and then by name."""
     found = {path.resolve(): path for root in roots for path in _below(root, MOST_DEPTH)}
     yield from found.values()
 
@@ -114,7 +114,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def describe(path: Path) -> RunInfo:
-    """What the run or chain in `path` has come to; its state says where that cannot be read."""
+    """The run or chain in `path`; its state is UNREADABLE if its files cannot be read."""
     try:
         if (path / CHAIN_FILE).is_file():
             return _chain(path)
@@ -122,14 +122,14 @@ def describe(path: Path) -> RunInfo:
         return RunInfo(path, State.UNREADABLE) if state is None else _run(path, state)
     except BadInput as error:
         why = f"{error.title} {error.faults[0].found}"
-    except (OSError, ValueError, TypeError, AttributeError) as error:  # a summary that is not ours
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # e.g. a malformed summary
         why = f"its state cannot be read: {error}"
     return RunInfo(path, State.UNREADABLE, error=why)
 
 
 def summarise(run_dir: Path) -> dict[str, Any]:
-    """What is kept in `run.json` so that a list need not read all records again: `scores` by step
-    and task set, `of` what they were read from, `usd` and `about` as in `RunInfo`; empty where the
+    """The summary stored in `run.json`, so that listing need not read all records: `scores` by step
+    and task set, `of` the signature of their files, `usd` and `about` as in `RunInfo`. Empty if the
     records cannot be read."""
     try:
         usd, about = _cost(run_dir)
@@ -196,11 +196,11 @@ def _chain(path: Path) -> RunInfo:
         known = _unlocked(host)
         known = State.INTERRUPTED if known is State.KILLED else known
     trained = [stage for stage in stages if stage.best is not None]
-    usd, about = _cost(path)  # one file counts what all stages spend
+    usd, about = _cost(path)  # all stages share one account
     error = None if now.state is State.FINISHED else now.error
     best = trained[-1] if trained else RunInfo(path, known)
     return replace(
-        now,  # with its step, target and checkpoint
+        now,  # keeps its step, target and checkpoint
         path=path,
         state=known,
         mode=f"{len(stages)} stages",
@@ -218,13 +218,13 @@ def _chain(path: Path) -> RunInfo:
 
 
 def _signature(run_dir: Path) -> list[int]:
-    """Of evaluations: how many files, and bytes."""
+    """Number and total bytes of the evaluation files: changes when they do."""
     sizes = [file.stat().st_size for file in (run_dir / FOLDER).rglob("step_*.jsonl")]
     return [len(sizes), sum(sizes)]
 
 
 def _last_step(run_dir: Path) -> tuple[int, float]:
-    """The last step that was trained, by the end of the metrics, and when that was written."""
+    """The last trained step in the tail of the metrics file, and when the file was written."""
     try:
         with (run_dir / FILE_NAME).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -238,10 +238,10 @@ def _last_step(run_dir: Path) -> tuple[int, float]:
 
 
 def _cost(run_dir: Path) -> tuple[float | None, bool]:
-    """US dollars by the account, which is kept where a run has a limit, and whether calls without a
-    known price are missing."""
+    """Spend in US dollars from the account, which only runs with a limit have, and whether it lacks
+    calls without a known price."""
     uri = f"{(run_dir / ACCOUNT_FILE).absolute().as_uri()}?mode=ro"
-    with contextlib.suppress(sqlite3.Error):  # there is none, or it cannot be read now
+    with contextlib.suppress(sqlite3.Error):  # no account, or not readable now
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1.0)) as connection:
             asked = connection.execute("SELECT SUM(pico), SUM(unpriced) FROM spent")
             pico, unpriced = asked.fetchone()
@@ -251,7 +251,7 @@ def _cost(run_dir: Path) -> tuple[float | None, bool]:
 
 
 def _score_name(run_dir: Path) -> str:
-    """`report.score` of the run's configuration, by a glance at its file."""
+    """`report.score` of the run's configuration, found by a regular expression."""
     text = ""
     with contextlib.suppress(OSError):
         text = (run_dir / "resolved.yaml").read_text(encoding="utf-8", errors="replace")
@@ -260,7 +260,7 @@ def _score_name(run_dir: Path) -> str:
 
 
 def age(seconds_since_epoch: float) -> str:
-    """How long ago: `40 s`, `3 min`, `5 h`, `12 d`."""
+    """How long ago a time was: `40 s`, `3 min`, `5 h`, `12 d`."""
     passed = max(0.0, time.time() - seconds_since_epoch)
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if passed >= 2 * size:

@@ -1,5 +1,5 @@
-"""One run as a process of its own, in a session of its own: Ctrl-C reaches only whoever started it.
-When that one is killed, Linux asks the run to save and stop (`_launch.py`)."""
+"""Starts a command as a child process in its own session, so that Ctrl-C reaches only the parent.
+If the parent is killed, Linux sends the child SIGTERM (`_launch.py`): a run saves and stops."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _TAIL_BYTES = 4000
 
 
 def own_program() -> list[str]:
-    """The command line that stands for `aflow-tune` in this environment."""
+    """The command line of `aflow-tune` in this environment."""
     return [sys.executable, "-m", "aflow_tune.cli"]
 
 
 class RunProcess:
-    """A command, the program by its full path; what it prints is appended to `output`. To be made
-    in a thread that lives as long as the command. OSError: it could not be started."""
+    """A running command; its output is appended to `output`. `command[0]` is a full path. Create it
+    in a thread that outlives the command (the death signal follows the thread). Raises OSError."""
 
     def __init__(
         self,
@@ -46,17 +46,17 @@ class RunProcess:
             )
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """The exit code, negative for a signal; None while it runs."""
         return self._process.poll()
 
     def stop(self) -> None:
-        """Ask it to save and stop; a second time: to stop at once."""
+        """Send SIGTERM: the first asks a run to save and stop, the second to stop at once."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
 
 
 def last_words(output: Path) -> str:
-    """What a command ended with: the error that `aflow-tune` printed, else the last line."""
+    """The last error of `aflow-tune` in the file `output`, else its last line; "" if unreadable."""
     try:
         with output.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,7 +1,7 @@
-"""Running programs that a model wrote, where they can hurt nobody.
+"""Runs programs that a model wrote in a sandbox, under limits on time, memory, disk and output.
 
-`run_program` runs one and says how it ended, `open_channel` runs one and talks with it, `detect`
-says which backend there is. What each covers, and what not: docs/sandbox.md.
+`run_program` runs one program to its end, `open_channel` runs one and exchanges messages with it,
+`detect` says which backend this machine has. docs/sandbox.md lists what each backend covers.
 """
 
 from aflow_tune.sandbox.backends import Detection as Detection

@@ -1,7 +1,7 @@
-"""`aflow_channel`: how a program in the sandbox talks with the process that runs it.
+"""`aflow_channel`: the module by which a program in the sandbox exchanges messages with its parent.
 
-Sent as source into the program's interpreter when the channel is open. One message is one JSON
-value on one line; the parent ends a program that sends a longer line than it accepts.
+Its compiled code is sent to the program's interpreter when there is a channel. A message is one
+JSON value on one line; the parent kills a program that sends too long a line.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-fd = 3  # the socket, for programs that wait for several things at once
+fd = 3  # the socket, for programs that poll it themselves
 
 _sending, _receiving = threading.Lock(), threading.Lock()
 _received = bytearray()
 
 
 def send(message: Any) -> None:
-    """Send a JSON value other than null. OSError: the parent has closed the channel."""
+    """Send a JSON value other than null. Raises OSError: the parent closed the channel."""
     if message is None:
         raise ValueError("None is no message: it means that there will be none")
     line = memoryview(json.dumps(message).encode() + b"\n")
@@ -32,7 +32,7 @@ def send(message: Any) -> None:
 
 
 def receive() -> Any:
-    """The parent's next message; waits for it. None: there will be none."""
+    """Wait for the parent's next message; None once the channel is closed."""
     with _receiving:
         seen = 0
         while (end := _received.find(b"\n", seen)) < 0:

@@ -1,7 +1,7 @@
-"""Landlock from inside: what the program's process does to itself before it starts.
+"""Landlock: how the program's process confines itself before the program starts.
 
-Sent as `_inside.py` is. Landlock (kernel documentation: userspace-api/landlock) takes away every
-right to files but those of the rules; it cannot be undone and every child inherits it.
+Sent to the sandbox as `_inside.py` is. Landlock (kernel documentation: userspace-api/landlock)
+leaves only the file rights of the rules, for this process and its children, irrevocably.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ RULE_PATH_BENEATH = 1
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
-ALL_FILE_RIGHTS = (1 << 15) - 1  # of version 3, the oldest that covers truncation
+ALL_FILE_RIGHTS = (1 << 15) - 1  # of version 3, the first that covers truncation
 IOCTL_DEV = 1 << 15
 TCP_RIGHTS = 0b11
-SCOPES = 0b11  # abstract sockets and signals: only those of this sandbox
+SCOPES = 0b11  # abstract sockets and signals stay inside the sandbox
 OF_PLAIN_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 
 MEANINGS = {
@@ -27,16 +27,16 @@ MEANINGS = {
     "device": READ_FILE | WRITE_FILE | TRUNCATE,
     "all": ALL_FILE_RIGHTS & ~(1 << 6 | 1 << 11),
 }
-"""What a rule allows below its path; 'all' but for making devices (character, block)."""
+"""The rights of each kind of rule. 'all' leaves out making character and block devices."""
 
 
 def version() -> int:
-    """The version of Landlock that the kernel offers; 0 where it offers none."""
+    """The kernel's Landlock version; 0 without Landlock."""
     return max(0, ctypes.CDLL(None).syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1))
 
 
 def confine(rules: list[tuple[str, str]], filter_program: bytes) -> None:
-    """Confine this process, and whatever it will start. OSError: a step was refused."""
+    """Confine this process and its later children. Raises OSError: the kernel refused a step."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
 

@@ -1,12 +1,12 @@
-"""What runs inside a sandbox: a supervisor, and in a child of it the program.
+"""Runs inside a sandbox: a supervisor, and the program in a child process of it.
 
-Its compiled code is sent over the control socket to a bare interpreter (`process.py`), so it uses
-built-in modules only. Behind bubblewrap the supervisor is process 1 of its own process namespace;
-else it adopts the orphans of the tree. It watches time, memory, processes and disk, and says how
-the program ended. A module of ours (`preload`) may be loaded before there is a program.
+`process.py` sends the compiled code over the control socket to a bare interpreter, so this imports
+only modules that load quickly. Under bubblewrap the supervisor is process 1 of a process namespace;
+else it is the subreaper of the tree. It watches time, memory, processes and disk, and reports how
+the program ended. A module of this package (`preload`) may be loaded before the program arrives.
 
-The conversation: setup, `ready`, job, `started` or `refused ...`, `ended ...`. Setup and job come
-as marshal with a length before it; what goes back are lines of ASCII.
+Protocol: setup, `ready`, job, `started` or `refused ...`, `ended ...`. Setup and job arrive as
+marshal after a length of 4 bytes, big endian; the replies are lines of ASCII.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 TOLD, CHANNEL = 200, 3
-"""Descriptors in the child: where it tells that it is confined, and the channel."""
+"""Descriptors in the child: the pipe on which it reports that it is confined, and the channel."""
 CONFINED = b"confined"
 
 
 def main(control: _socket.socket, channel: int) -> None:
-    """Be a supervisor. In the child this returns, after which the interpreter ends."""
+    """Supervise and exit. Returns only in the child, after the program, or without a setup."""
     setup = receive(control)
     if setup is None:
         return
     child = -1
-    # The parent may be gone at any time; whatever happens, nothing may stay behind.
+    # The parent may go away at any time; still no process or folder may be left behind.
     with Ignored():
         if setup["backend"] != "bubblewrap":
             os.mkdir(setup["folder"], 0o700)
@@ -59,7 +59,7 @@ def main(control: _socket.socket, channel: int) -> None:
         job = receive(control)
         if job is not None:
             if setup["backend"] == "bubblewrap":
-                # Nobody inside may look into process 1 or change it through /proc.
+                # The program must not read or change process 1 through /proc.
                 call_prctl(PR_SET_DUMPABLE, 0)
             stdin_read, stdin_write = os.pipe()
             told_read, told_write = os.pipe()
@@ -76,7 +76,7 @@ def main(control: _socket.socket, channel: int) -> None:
                 supervise(control, watch, told_read, wake_read, stdin_write)
     if child != 0:
         leave(setup)
-    # The channel first: the parent chose its number, which may be TOLD.
+    # The channel first: the parent chose its number, which may equal TOLD.
     os.dup2(channel, TOLD + 1)
     os.dup2(told_write, TOLD)
     try:
@@ -96,7 +96,7 @@ def load(name: str, code: CodeType) -> None:
 
 
 def supervise(control: _socket.socket, watch: Watch, told: int, wake: int, stdin: int) -> None:
-    """See the program to its end, kill what it left, report."""
+    """Wait for the program to end, kill what it left behind, and report."""
     heard = b""
     while piece := os.read(told, 1000):
         heard += piece
@@ -116,7 +116,7 @@ def supervise(control: _socket.socket, watch: Watch, told: int, wake: int, stdin
 
 
 def receive(control: _socket.socket) -> Any:
-    """The parent's next message, or None where the parent has gone."""
+    """The parent's next message, or None if the parent is gone."""
     with Ignored():
         head = control.recv(4, _socket.MSG_WAITALL)
         length = int.from_bytes(head, "big")
@@ -127,7 +127,7 @@ def receive(control: _socket.socket) -> Any:
 
 
 def leave(setup: dict[str, Any]) -> NoReturn:
-    """End, and leave nothing behind. The end of process 1 ends everything inside."""
+    """Exit without leaving a process or folder. The kernel kills what process 1 leaves."""
     if setup["backend"] == "bubblewrap":
         os._exit(0)
     kill_descendants()
@@ -139,14 +139,14 @@ def leave(setup: dict[str, Any]) -> NoReturn:
 
 
 def call_prctl(option: int, value: int) -> None:
-    # What `ctypes` is made of; importing that takes longer than a small program runs.
+    # Importing `ctypes` itself takes longer than a small program runs.
     prctl = _ctypes.dlsym(_ctypes.dlopen(None, os.RTLD_NOW), "prctl")  # type: ignore
     if _ctypes.call_function(prctl, (option, value, 0, 0, 0)) != 0:
         raise OSError(f"prctl({option}, {value}) failed")
 
 
 def prepare(setup: dict[str, Any], job: dict[str, Any], stdin: int) -> None:
-    """In the child: descriptors, limits, confinement, the program's files."""
+    """In the child: set up descriptors, limits, confinement and the program's files."""
     _signal.set_wakeup_fd(-1)
     _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
     os.setsid()
@@ -157,7 +157,7 @@ def prepare(setup: dict[str, Any], job: dict[str, Any], stdin: int) -> None:
     os.closerange(TOLD + 1, os.sysconf("SC_OPEN_MAX"))
     os.umask(0o077)
     if setup["backend"] != "bubblewrap":
-        # Where memory runs out, the kernel ends the program rather than whoever started it.
+        # When memory runs out, the kernel kills the program rather than its parent.
         with Ignored(), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
     if setup["uid"] is not None:
@@ -174,7 +174,7 @@ def prepare(setup: dict[str, Any], job: dict[str, Any], stdin: int) -> None:
     if setup["packages"]:
         sys.meta_path.append(Packages(setup["packages"]))
         for name in ("OPENBLAS", "OMP", "MKL"):
-            # A thread for each core of the machine would take the processes and the memory.
+            # A thread for each core would exceed the limits on processes and memory.
             os.environ[f"{name}_NUM_THREADS"] = "1"
     for name, text in job["files"].items():
         if folder := os.path.dirname(name):
@@ -184,7 +184,7 @@ def prepare(setup: dict[str, Any], job: dict[str, Any], stdin: int) -> None:
 
 
 class Packages:
-    """Finds the packages that a program may import: their folders cannot be listed."""
+    """Imports the allowed packages by path; the program cannot list the folders they are in."""
 
     def __init__(self, files: dict[str, str]) -> None:
         self.files = files
@@ -202,15 +202,15 @@ class Packages:
 def set_limits(setup: dict[str, Any], limits: dict[str, Any]) -> None:
     processes = limits["processes"] + 1
     if setup["backend"] != "bubblewrap" and setup["uid"] is None:
-        # Without a user namespace or a user of its own, the kernel counts all of this user's.
+        # Without a user of its own the kernel counts all processes of this user.
         processes += tasks_of(os.getuid())
     wanted = {
-        # The supervisor bounds what is used; this what is mapped, by an interpreter much.
+        # The supervisor bounds resident memory; this bounds mapped memory, which is larger.
         "RLIMIT_AS": (limits["memory_mb"] + 64) * MB,
         "RLIMIT_FSIZE": limits["disk_mb"] * MB,
         "RLIMIT_NOFILE": limits["open_files"],
         "RLIMIT_NPROC": processes,
-        # Too small for a core file, and the value for which the kernel starts no core handler.
+        # Too small for a core file, and the kernel starts no core handler at 1.
         "RLIMIT_CORE": 1,
         "RLIMIT_MEMLOCK": 0,
         "RLIMIT_MSGQUEUE": 0,
@@ -227,7 +227,7 @@ def set_limits(setup: dict[str, Any], limits: dict[str, Any]) -> None:
 
 
 def tasks_of(uid: int) -> int:
-    """How many threads a user has on this machine."""
+    """The number of threads of a user on this machine."""
     count = 0
     for name in os.listdir("/proc"):
         with Ignored():
@@ -237,9 +237,9 @@ def tasks_of(uid: int) -> int:
 
 
 def run(job: dict[str, Any]) -> None:
-    """In the child: the program, as `python main.py` would run it."""
+    """In the child: run the program as `python main.py` would."""
     path = os.path.join(os.getcwd(), "main.py")
-    # What `site` adds; it was left out because it looks for packages all over the machine.
+    # `site` would add these; it is left out because it searches the machine for packages.
     builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D (i.e. EOF)")
     builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D (i.e. EOF)")
     builtins.help = _sitebuiltins._Helper()
@@ -264,13 +264,13 @@ def run(job: dict[str, Any]) -> None:
 
 
 POLL_SECONDS = 0.01
-DISK_EVERY = 3  # polls between two looks at the disk, which may take longer
+DISK_EVERY = 3  # polls between two looks at the disk, which are slower
 MOST_FILES = 20_000
 MB = 1 << 20
 
 
 class Ignored:
-    """`contextlib.suppress(OSError)`; that module would bring many others into the program."""
+    """`contextlib.suppress(OSError)`, without importing that module and those it needs."""
 
     def __enter__(self) -> None:
         pass
@@ -280,7 +280,7 @@ class Ignored:
 
 
 class Watch:
-    """Watches the tree of one program from the supervisor."""
+    """Watches the process tree of one program, from the supervisor."""
 
     def __init__(self, setup: dict[str, Any], job: dict[str, Any], child: int) -> None:
         self.private = setup["backend"] == "bubblewrap"
@@ -291,7 +291,7 @@ class Watch:
         self.page = os.sysconf("SC_PAGE_SIZE")
 
     def until_it_ends(self, control: _socket.socket, wake: int, stdin: int) -> str:
-        """Returns why it had to be ended, or '' where the program ended by itself."""
+        """Wait; return why the program has to be killed, or '' if it ended by itself."""
         poller = select.poll()
         poller.register(control.fileno(), select.POLLIN)
         poller.register(wake, select.POLLIN)
@@ -347,7 +347,7 @@ class Watch:
         return descendants()
 
     def _look(self) -> str:
-        """'memory_mb' or 'processes' where the tree has too much of it."""
+        """'memory_mb' or 'processes' if the tree exceeds that limit, else ''."""
         pids = self._pids()
         resident, tasks = 0, 0
         for pid in pids:
@@ -363,18 +363,18 @@ class Watch:
         bound = self.limits["memory_mb"] * MB
         if resident <= bound:
             return ""
-        # Pages that several processes share were counted for each of them.
+        # So far shared pages were counted once for each process.
         shares = sum(proportional(pid, self.page) for pid in pids)
         return "memory_mb" if shares > bound else ""
 
     def _look_at_disk(self) -> str:
-        """'disk_mb' where the tree wrote too much; a private file system only notes that."""
+        """'disk_mb' if the tree wrote too much. A full private file system is only recorded."""
         bound = self.limits["disk_mb"] * MB
         if self.private:
             room = os.statvfs("/tmp")
             if room.f_bavail == 0:
                 self.hits.add("disk_mb")
-            # The size of such a file system bounds what is in files, not how many there are.
+            # Its size bounds the bytes in files, but not the number of files.
             return "disk_mb" if room.f_files - room.f_ffree > MOST_FILES else ""
         used, files = folder_size(self.folder)
         used += unlinked_size(self._pids(), bound)
@@ -387,8 +387,8 @@ def read(path: str) -> bytes:
 
 
 def place_of(pid: int) -> str:
-    """Where /proc tells of a process: once its first thread has ended, its own place shows an
-    empty one; those of its other threads do not."""
+    """The folder in /proc to read of a process: its own, or that of a live thread if the main
+    thread has ended, because /proc/PID then shows no memory."""
     place = f"/proc/{pid}"
     with Ignored():
         if read(f"{place}/statm").startswith(b"0 "):
@@ -400,7 +400,7 @@ def place_of(pid: int) -> str:
 
 
 def proportional(pid: int, page: int) -> int:
-    """Bytes of memory of a process, shared pages divided among those who share them."""
+    """Bytes of memory of a process (PSS; RSS if that cannot be read)."""
     place = place_of(pid)
     with Ignored():
         for line in read(f"{place}/smaps_rollup").splitlines():
@@ -413,7 +413,7 @@ def proportional(pid: int, page: int) -> int:
 
 
 def descendants() -> list[int]:
-    """Every process below this one."""
+    """The ids of all descendants of this process."""
     found: list[int] = []
     pending = [os.getpid()]
     while pending:
@@ -427,7 +427,7 @@ def descendants() -> list[int]:
 
 
 def kill_descendants() -> None:
-    """Kill until there is none. Orphans become our children, so no child means no descendant."""
+    """Kill until none is left. Orphans become our children, so no child means no descendant."""
     while True:
         for pid in descendants():
             with Ignored():
@@ -441,7 +441,7 @@ def kill_descendants() -> None:
 
 
 def folder_size(folder: str) -> tuple[int, int]:
-    """Bytes on disk below a folder, and how many entries; stops where there are too many."""
+    """Bytes on disk and number of entries below a folder; stops at too many entries."""
     used, files = 0, 0
     pending = [folder]
     while pending and files <= MOST_FILES:
@@ -455,25 +455,25 @@ def folder_size(folder: str) -> tuple[int, int]:
 
 
 def unlinked_size(pids: list[int], at_most: int) -> int:
-    """Bytes of files that have no name any more but are still open or mapped somewhere."""
+    """Bytes of deleted files that are still open; more than `at_most` if one is only mapped."""
     sizes: dict[tuple[int, int], int] = {}
     mapped = 0
     for pid in pids:
         place = place_of(pid)
         try:
             for name in os.listdir(f"{place}/fd"):
-                # One that was closed meanwhile says nothing about the others.
+                # It may have been closed meanwhile; the others still count.
                 with Ignored():
                     about = os.stat(f"{place}/fd/{name}")
                     if about.st_nlink == 0:
                         sizes[about.st_dev, about.st_ino] = about.st_blocks * 512
             for line in read(f"{place}/maps").splitlines():
-                # "/dev/zero" is how shared anonymous memory is shown; memory counts it.
+                # Shared anonymous memory shows as "/dev/zero"; the memory limit counts it.
                 if line.endswith(b" (deleted)") and b" /dev/zero" not in line:
                     words = line.split()
                     major, minor = (int(part, 16) for part in words[3].split(b":"))
                     if (os.makedev(major, minor), int(words[4])) not in sizes:
-                        mapped = at_most + 1  # only its descriptor would have told its size
+                        mapped = at_most + 1  # its size is unknown without a descriptor
         except (OSError, ValueError, IndexError):
             continue
     return sum(sizes.values()) + mapped

@@ -1,9 +1,9 @@
-"""The backends: how to start a sandbox of each, what it covers, and which one this process uses.
+"""The backends: how to start a sandbox of each, what each covers, and what this machine supports.
 
-The program's user is never root. Tools are found on the system's own path, not on the caller's. A
-backend counts as found when a sandbox of it has started and was seen to hold: bubblewrap's from
-outside, at every start (`process.py`); Landlock's by a program that tries what it must not, once,
-and every later start refuses to run its program if a step fails.
+A confined program never runs as root. Tools are looked up on a fixed system path, not the caller's.
+A backend counts as available once a sandbox of it has started and passed a check: bubblewrap's is
+made from outside at every start (`process.py`); Landlock's once, by a program that tries to escape,
+and every later start refuses to run its program if a step of confinement fails.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ NOBODY = 65534
 _TOOLS = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 _HIDDEN_PROC = ("kcore", "keys", "key-users", "kallsyms", "timer_list", "sched_debug", "cmdline")
 _UNUSED_IDS = range(2_000_000_000, 2_100_000_000)
-"""User ids that nothing hands out: above containers' ranges (systemd's UIDS-GIDS.md)."""
+"""User ids that no system assigns: above the ranges of containers (systemd's UIDS-GIDS.md)."""
 
 INSTALL = "sudo apt-get install -y bubblewrap"
-"""Gets bubblewrap, on Debian and Ubuntu."""
+"""The command that installs bubblewrap on Debian and Ubuntu."""
 
 _CONFINED = (
     "files: only a read-only system, the interpreter and one private folder",
@@ -42,7 +42,7 @@ _CONFINED = (
     "limits: time, processor time, memory of the whole tree, processes, files, disk, output",
 )
 _OPEN = "faults of the kernel itself; side channels; what the system tells about itself"
-# What each backend covers, and what not; docs/sandbox.md says more.
+# What each backend covers and what not; details are in docs/sandbox.md.
 COVERS: dict[Level, tuple[str, ...]] = {
     Level.BUBBLEWRAP: (*_CONFINED, "own namespaces, which the kernel ends as a whole"),
     Level.LANDLOCK: _CONFINED,
@@ -68,7 +68,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Detection:
-    """The backend found, and for each that was tried what there is to say about it."""
+    """The backend to use, or None, and for each that was tried the reason."""
 
     level: Level | None
     reasons: dict[str, str]
@@ -83,7 +83,7 @@ def find_tool(name: str) -> str | None:
 
 
 def check_machine(level: Level) -> None:
-    """Raises BackendFailed where a sandbox of this level cannot even be tried."""
+    """Raises BackendFailed if this machine lacks what the level needs."""
     if not seccomp.supported():
         raise BackendFailed("needs Linux on x86-64 or AArch64")
     if level is Level.BUBBLEWRAP and find_tool("bwrap") is None:
@@ -96,10 +96,10 @@ def check_machine(level: Level) -> None:
 
 
 def launch(level: Level, disk_mb: int, names: tuple[str, ...] = ()) -> Launch:
-    """How to start a sandbox whose program may import the packages `names`. BadInput: one is not
-    there. BackendFailed: one cannot be reached. FileNotFoundError: a tool is missing."""
+    """How to start a sandbox whose program may import the packages `names`. Raises BadInput: one is
+    not installed; BackendFailed: one cannot be reached; FileNotFoundError: a tool is missing."""
     files, wanted = find_packages(names)
-    # A name that nobody can guess; the sandbox makes it, and fails if it is there.
+    # An unguessable name; the sandbox makes the folder, and fails if it exists.
     folder = f"{os.path.realpath(tempfile.gettempdir())}/aflow-tune-{secrets.token_hex(12)}"
     if level is Level.BUBBLEWRAP:
         folder = "/tmp"
@@ -124,7 +124,7 @@ def launch(level: Level, disk_mb: int, names: tuple[str, ...] = ()) -> Launch:
     version, user = _confine.version(), None
     if os.geteuid() == 0:
         user = _UNUSED_IDS[(os.getpid() * 997 + next(_numbers)) % len(_UNUSED_IDS)]
-        # The common one where this container has few.
+        # A container with few user ids has NOBODY only.
         user = user if is_mapped(user) else NOBODY
     alone = user is not None and user != NOBODY
     setup["uid"], setup["confine"] = user, code_of("_confine")
@@ -166,12 +166,12 @@ def _bubblewrap(environment: dict[str, str], disk_mb: int, wanted: Sequence[str]
     for link, target in (("/dev/shm", "/tmp"), ("/dev/fd", "/proc/self/fd"), *streams):
         arguments += ["--symlink", target, link]
     arguments += ["--perms", "0700", "--size", str(disk_mb << 20), "--tmpfs", "/tmp"]
-    # The root itself is a file system in memory, writable and without a bound.
+    # The root is a file system in memory, writable and unbounded unless remounted.
     return [*arguments, "--remount-ro", "/", "--chdir", "/tmp", "--seccomp", FILTER, "--"]
 
 
 def _rules(paths: SystemPaths, folder: str) -> list[tuple[str, str]]:
-    """Pairs of meaning (`_confine.MEANINGS`) and path. Landlock only allows, never excepts."""
+    """Pairs of kind (`_confine.MEANINGS`) and path. Landlock has no exceptions below a path."""
     rules = [("all", folder), *(("device", device) for device in DEVICES)]
     pending = list(paths.trees)
     while pending:
@@ -185,7 +185,7 @@ def _rules(paths: SystemPaths, folder: str) -> list[tuple[str, str]]:
 
 
 def is_mapped(user: int) -> bool:
-    """Whether our user namespace has this user."""
+    """Whether our user namespace maps this user id."""
     with open("/proc/self/uid_map") as file:
         ranges = [[int(word) for word in line.split()] for line in file]
     return any(first <= user < first + count for first, _, count in ranges)
@@ -218,7 +218,7 @@ print(" ".join(done) or "contained")
 
 
 async def attack(sandbox: Sandbox) -> None:
-    """A program that tries to get out. BackendFailed: something of it worked."""
+    """Run a program that tries to escape. Raises BackendFailed: an attempt succeeded."""
     with tempfile.TemporaryDirectory(prefix="aflow-tune-probe-") as name:
         os.chmod(name, 0o777)
         secret, target = Path(name) / "secret", Path(name) / "target"
@@ -231,7 +231,7 @@ async def attack(sandbox: Sandbox) -> None:
 
 
 def unavailable(policy: str, found: Detection) -> str:
-    """What to tell when no backend can be used."""
+    """The message for when no backend can be used."""
     told = f"no sandbox can be built here (sandbox: {policy}), so the program was not run"
     tried = [f"    {name}: {reason}" for name, reason in found.reasons.items()]
     fix = f"    do: install bubblewrap on Linux: {INSTALL}"
@@ -242,7 +242,7 @@ def unavailable(policy: str, found: Detection) -> str:
 
 
 def unsafe_warning() -> str:
-    """What a plain subprocess does not protect from."""
+    """The warning about what a plain subprocess does not protect from."""
     told = "programs that a model wrote run unconfined, with your rights. Not protected:"
     lines = [f"  - {line}" for line in DOES_NOT_COVER[Level.UNSAFE_SUBPROCESS]]
     return "\n".join([f"aflow-tune: sandbox: unsafe_subprocess: {told}", *lines])

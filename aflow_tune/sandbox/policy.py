@@ -1,8 +1,8 @@
-"""What `sandbox:` of a configuration means: a backend, and the packages that programs may import.
+"""The `sandbox:` setting: a backend, and the packages that programs may import.
 
-A policy is the name of a backend, followed by packages: `auto+numpy+sympy`. In a run a context
-variable carries what `auto` means. A package brings what its distribution requires and the
-libraries that came with it (`numpy.libs`); nothing else of the installed packages can be read.
+A policy is a string, the name of a backend followed by packages: `auto+numpy+sympy`. During a run
+a context variable says what `auto` means. A package comes with the packages it requires and its
+bundled libraries (`numpy.libs`); programs can read no other installed package.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _policy: ContextVar[str] = ContextVar("aflow_tune_sandbox_policy", default="auto
 
 @contextlib.contextmanager
 def use_policy(policy: str) -> Iterator[None]:
-    """Let `auto` mean this policy for the block and everything it starts. BadInput: unknown."""
+    """Resolve `auto` to this policy in the block and all it starts. Raises BadInput: unknown."""
     with within(_policy, meant(policy)):
         yield
 
 
 def meant(policy: str) -> str:
-    """The policy that applies where this one was given. BadInput: there is no such policy."""
+    """`policy` with `auto` resolved by the context. Raises BadInput: there is no such policy."""
     backend, names = parts(policy)
     if backend not in POLICIES:
         expected = f"one of {', '.join(POLICIES)}"
@@ -53,8 +53,8 @@ def parts(policy: str) -> tuple[str, tuple[str, ...]]:
 
 
 def of_setting(value: Any) -> str:
-    """The policy that `sandbox:` means: a backend, or a mapping with `policy` and `packages`.
-    Raises BadInput: it is something else, or a package cannot be given to programs."""
+    """The policy of a `sandbox:` value: a backend, or a mapping with `policy` and `packages`.
+    Raises BadInput: it is neither, or a package is not installed."""
     if isinstance(value, str):
         backend, names = parts(value)
     elif isinstance(value, Mapping) and not set(value) - {"policy", "packages"}:
@@ -72,7 +72,7 @@ def of_setting(value: Any) -> str:
 
 
 MATHEMATICS = ("numpy", "sympy")
-"""What programs that solve mathematics are written with."""
+"""The packages that mathematical programs usually import."""
 
 
 def installed(names: Sequence[str]) -> tuple[str, ...]:
@@ -88,8 +88,8 @@ def installed(names: Sequence[str]) -> tuple[str, ...]:
 def find_packages(
     names: tuple[str, ...], where: str = "sandbox: packages"
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Packages with what they require: name and file of each module that can be imported, and what
-    must be readable for that. BadInput: every name that is no package installed here."""
+    """The file of each importable module by name, requirements included, and the paths that must be
+    readable to import them. Raises BadInput with every name that is not an installed package."""
     faults: list[Fault] = []
     files: dict[str, str] = {}
     folders: dict[str, None] = {}
@@ -118,7 +118,7 @@ def find_packages(
 
 
 def _file_of(name: object) -> tuple[str | None, str]:
-    """The file of a module, or why there is none."""
+    """The file of a module; or None, and why."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
         return None, "no plain name"
     if name in sys.stdlib_module_names:
@@ -133,14 +133,14 @@ def _file_of(name: object) -> tuple[str | None, str]:
 
 @functools.cache
 def _distributions() -> dict[str, list[str]]:
-    """Distributions by what can be imported of them."""
+    """The distributions of each top-level module."""
     from importlib.metadata import packages_distributions  # takes long to import
 
     return {name: sorted(set(whose)) for name, whose in packages_distributions().items()}
 
 
 def _required(distribution: str) -> list[str]:
-    """The modules of what a distribution requires here, without its extras."""
+    """Top-level modules of what a distribution requires on this machine, without extras."""
     from importlib.metadata import requires
 
     from packaging.requirements import Requirement

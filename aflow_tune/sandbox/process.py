@@ -1,8 +1,8 @@
-"""One sandbox, seen from outside: start it, see that it holds, run one program, end it.
+"""The parent's side of one sandbox: start it, check that it confines, run one program, end it.
 
-A sandbox is an interpreter that waits for its one program (`_inside.py`). Every method runs on the
+A sandbox is an interpreter that waits for its one program (`_inside.py`). All methods run on the
 event loop of `running.py`'s thread. Nothing that comes out is trusted: output is cut at its limit,
-reports are parsed strictly, and time is kept here as well.
+reports are parsed strictly, and the time limit is enforced here as well.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from aflow_tune.sandbox.view import system_paths
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start one sandbox: the command before the interpreter, what it is told, descriptors
-    that it inherits, and the filter whose descriptor replaces FILTER in the command."""
+    """How to start one sandbox: the command before the interpreter, the setup message, descriptors
+    to inherit, and the filter whose descriptor replaces FILTER in the command."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
@@ -45,7 +45,7 @@ FILTER = "<filter>"
 
 @functools.cache
 def code_of(name: str) -> CodeType:
-    """The compiled code of a module of ours. `name` may leave out this package."""
+    """The compiled code of one of our modules; a name without a dot is of this package."""
     spec = importlib.util.find_spec(name if "." in name else f"aflow_tune.sandbox.{name}")
     code = spec.loader.get_code(spec.name) if spec and spec.loader else None  # type: ignore[attr-defined]
     if not isinstance(code, CodeType):
@@ -55,7 +55,7 @@ def code_of(name: str) -> CodeType:
 
 @dataclass
 class Job:
-    """One program and what it may use."""
+    """One program, its input and its limits."""
 
     source: str
     stdin: str
@@ -64,12 +64,12 @@ class Job:
     channel: bool
 
     def message(self) -> bytes:
-        """What the inside is told."""
+        """The job as `_inside.py` receives it."""
         limits = self.limits
-        # By default the clock ends it first, as its limit is the one that was set.
+        # The default is one second more, so that the wall clock ends the program first.
         cpu = limits.seconds + 1 if limits.cpu_seconds is None else limits.cpu_seconds
         texts = {**self.files, "main.py": self.source, "": self.stdin}
-        # A model's text may hold half a surrogate pair; the program's reader is to complain.
+        # A model's text may hold a lone surrogate; then the interpreter rejects the program.
         files = {name: text.encode("utf-8", "surrogatepass") for name, text in texts.items()}
         stdin, channel = files.pop(""), code_of("_channel_inside") if self.channel else None
         told = {**asdict(limits), "cpu_seconds": math.ceil(cpu)}
@@ -77,13 +77,13 @@ class Job:
 
 
 def framed(message: dict[str, Any]) -> bytes:
-    """A message as `_inside.receive` takes it."""
+    """A message as `_inside.receive` reads it."""
     body = marshal.dumps(message)
     return len(body).to_bytes(4, "big") + body
 
 
 START_SECONDS, GRACE_SECONDS, END_SECONDS = 20.0, 1.0, 10.0
-"""To be ready on a busy machine; to end the program from inside; to be gone."""
+"""To become ready on a busy machine; for the supervisor to end the program; to exit."""
 
 _STUB = (
     "import sys,_socket,marshal\n"
@@ -92,8 +92,8 @@ _STUB = (
     "main(control,int(sys.argv[2]))"
 )
 ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-"""Our ends of all sockets, which a fork of this process closes: their end tells a sandbox that its
-parent was killed."""
+"""Our ends of all sockets. A fork of this process closes its copies; else a sandbox would not
+notice that its parent was killed."""
 _NAMESPACES = ("user", "pid", "net", "mnt", "ipc", "uts")
 
 
@@ -106,13 +106,13 @@ class _Output:
 
 
 class Sandbox:
-    """One sandbox, for one program."""
+    """One sandbox; it runs one program."""
 
     def __init__(self, level: Level, launch: Launch, preload: str = "") -> None:
         self.level = level
         self._loop = asyncio.get_running_loop()
         self._killed_for: str | None = None
-        """The limit that was kept out here; '' where somebody ended it otherwise."""
+        """The limit for which this side killed it; '' for another reason, None if it did not."""
         self._lines = bytearray()
         self._inner: int | None = None
         self._inner_pid = 0
@@ -164,15 +164,15 @@ class Sandbox:
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._pidfd, self._note_exit)
         self._setup = code + framed(setup)
-        # Before its program only a tool's complaint can come.
+        # Before the program runs, only error messages of tools arrive.
         self._outputs = [_Output(read, 1 << 16) for read, _ in outputs]
         for output in self._outputs:
             os.set_blocking(output.descriptor, False)
             self._loop.add_reader(output.descriptor, self._read, output)
 
     async def ready(self) -> None:
-        """Wait until the inside waits for its program, and look at it from here. BackendFailed: it
-        does not hold."""
+        """Wait until it is ready for its program; for bubblewrap, check its confinement from here.
+        Raises BackendFailed: it did not start, or does not confine."""
         try:
             async with asyncio.timeout(START_SECONDS):
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -189,7 +189,7 @@ class Sandbox:
             self._look()
 
     async def run(self, job: Job) -> Execution:
-        """Run the program. BackendFailed: it was not started, as it could not confine itself."""
+        """Run the program. Raises BackendFailed: it did not start, as confinement failed."""
         for output in self._outputs:
             output.limit = job.limits.output_kb << 10
             output.data.clear()
@@ -211,7 +211,7 @@ class Sandbox:
         seconds = time.monotonic() - started
         if not report or not await self._gone():
             await self.end()
-        # Nothing confined can hold the streams now; what is unconfined may.
+        # Only an unconfined process can still hold the streams open.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 for output in self._outputs:
@@ -219,21 +219,21 @@ class Sandbox:
         return self._execution(report, seconds)
 
     async def end(self) -> None:
-        """Kill whatever of it is alive, and wait until it is gone."""
+        """Kill every process of it, and wait until they are gone."""
         self._kill()
         if not await self._gone():
             self._process.kill()
             await self._exited.wait()
 
     async def _gone(self) -> bool:
-        """Wait for its end; False where that does not come in time."""
+        """Whether it ends within `END_SECONDS`; waits for that."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 await self._exited.wait()
         return self._exited.is_set()
 
     async def close(self) -> None:
-        """`end`, and give the descriptors back. The channel's is its user's."""
+        """`end`, then close the descriptors. The channel is left to its user."""
         try:
             await self.end()
         finally:
@@ -246,7 +246,7 @@ class Sandbox:
 
     @property
     def alive(self) -> bool:
-        """Whether its process still runs."""
+        """Whether its process is still running."""
         return not self._exited.is_set() and self._process.poll() is None
 
     def _note_exit(self) -> None:
@@ -256,27 +256,27 @@ class Sandbox:
         self._exited.set()
 
     def stop(self, limit: str) -> None:
-        """End the program for passing this limit; '': for another reason."""
+        """Kill the program for exceeding this limit; '': for another reason."""
         if self._killed_for is None:
             self._killed_for = limit
             self._kill()
 
     def _kill(self) -> None:
-        """At once, and everything: see `end` for when that is done."""
+        """Start killing all of it; `end` waits for that."""
         if self.level is Level.BUBBLEWRAP:
             if self._inner is not None:
-                # The kernel ends a process namespace with its first process.
+                # The kernel kills a process namespace with its first process.
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._inner, signal.SIGKILL)
             elif not self._exited.is_set():
                 self._process.kill()
         else:
-            # The supervisor takes it as an order to end every descendant and itself.
+            # The supervisor then kills every descendant and exits.
             with contextlib.suppress(OSError):
                 self.control.shutdown(socket.SHUT_RDWR)
 
     async def _line(self) -> str:
-        """The next line of the inside; '' where it ended or says too much."""
+        """The next line from `_inside.py`; '' if it ended or sent too much."""
         while b"\n" not in self._lines:
             piece = await self._piece()
             self._lines += piece
@@ -297,14 +297,14 @@ class Sandbox:
             self._loop.remove_reader(self.control)
         for level, kind, body in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
-                # The kernel wrote it, with the sender's number as we know it.
+                # Written by the kernel: the sender's pid in our namespace.
                 pid = int.from_bytes(body[:4], "little")
                 if pid > 0 and self._inner is None:
                     self._inner, self._inner_pid = os.pidfd_open(pid), pid
         return data
 
     def _look(self) -> None:
-        """Believe the kernel, not the inside: namespaces, ids, capabilities, filter."""
+        """Check namespaces, ids, capabilities and filter in /proc, which the inside cannot fake."""
         if self._inner is None:
             raise BackendFailed("the kernel does not say which process is inside")
         here = f"/proc/{self._inner_pid}"
@@ -342,7 +342,7 @@ class Sandbox:
             os.close(output.descriptor)
 
     def _execution(self, report: list[str], seconds: float) -> Execution:
-        """What is known: `report` holds the words of the inside's last line, if there was one."""
+        """The result; `report` holds the words of `_inside.py`'s last line, if there was one."""
         code, reason, hits = None, "lost", set()
         if len(report) == 4 and report[0] == "ended":
             code = int(report[1]) if re.fullmatch(r"-?\d{1,3}", report[1]) else None
@@ -373,6 +373,6 @@ _ENDINGS = {
     "output_kb": Ending.TOO_MUCH_OUTPUT,
 }
 _KNOWN = frozenset(Limits.__dataclass_fields__)
-# How a traceback ends where an allocation or a write was refused: EFBIG, ENOSPC, EDQUOT.
+# The last line of a traceback after a refused allocation or write (EFBIG, ENOSPC, EDQUOT).
 _LAST_LINE_MEMORY = re.compile(r"(\w+\.)*MemoryError\b")
 _LAST_LINE_DISK = re.compile(r"\[Errno (27|28|122)\]")

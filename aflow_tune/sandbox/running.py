@@ -1,13 +1,12 @@
-"""Run one program in the sandbox, from async code or from plain code; or talk with one.
+"""Run a program in the sandbox, from async or plain code, or exchange messages with one.
 
-One thread a process, the engine, starts sandboxes and runs programs in them. The kernel ends a
-sandbox with the thread that started it, or the sandbox itself when its socket closes. Each is used
-once; from the second program on some are kept ready, of each kind that was wanted. A forked process
-starts an engine of its own.
+One thread per process, the engine, starts sandboxes and runs programs in them. A sandbox ends with
+that thread (the kernel kills it) or when its socket closes. Each is used once; from the second
+program on, some are kept ready of each kind that was used. A forked process starts its own engine.
 
-A conversation is JSON values, one a line, over a private socket; for the program it is the module
-`aflow_channel`. A line that is no JSON, null, or longer than the output limit ends the program, and
-nothing is read ahead.
+Messages are JSON values, one per line, over a private socket; the program uses them through the
+module `aflow_channel`. A line that is not JSON, is null, or exceeds the output limit ends the
+program. The socket is read only while `receive` waits.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ from aflow_tune.trace import ProgramRun, note
 T = TypeVar("T")
 
 _Kind = tuple[Level, int, str, tuple[str, ...]]
-"""Level, disk in MB, the module that is loaded in advance, packages that programs may import."""
+"""Level, disk in MB, the preloaded module, the packages that programs may import."""
 
 
 class Engine:
-    """Every public method is for the engine's own loop, except `submit` and `close`."""
+    """Starts and keeps sandboxes. Except `submit` and `close`, call methods on its own loop."""
 
     def __init__(self) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
@@ -58,7 +57,7 @@ class Engine:
         self._found: dict[str, Detection] = {}
         self._detecting = asyncio.Lock()
         self.running = asyncio.Semaphore(4 * cores)
-        """Programs of `run_program` that run at once."""
+        """Bounds how many programs of `run_program` run at once."""
         self._starting = asyncio.Semaphore(2 * cores)
         run = self._loop.run_forever
         self._thread = threading.Thread(target=run, name="aflow-tune-sandbox", daemon=True)
@@ -69,8 +68,8 @@ class Engine:
 
     @contextlib.asynccontextmanager
     async def sandbox(self, policy: str, disk_mb: int, preload: str = "") -> AsyncIterator[Sandbox]:
-        """A sandbox for the block, with this module of ours loaded; it is gone when the block is
-        left. SandboxUnavailable: no backend that the policy accepts can be built."""
+        """A sandbox for the block, with the module `preload` loaded; leaving the block ends it.
+        Raises SandboxUnavailable: no backend that the policy accepts can be built."""
         backend, packages = parts(policy)
         found = await self.detect(backend)
         if found.level is None:
@@ -78,12 +77,12 @@ class Engine:
         if found.level is Level.UNSAFE_SUBPROCESS and not self._warned:
             self._warned = True
             print(unsafe_warning(), file=sys.stderr, flush=True)
-        # Code that is loaded in advance is a graph's, which imports nothing of the kind.
+        # Preloaded code runs a graph, which imports no packages.
         sandbox = await self._take((found.level, disk_mb, preload, () if preload else packages))
         try:
             yield sandbox
         finally:
-            # A cancelled caller may go on only when the tree is dead.
+            # A cancelled caller may continue only when the process tree is dead.
             closing = asyncio.ensure_future(sandbox.close())
             while not closing.done():
                 with contextlib.suppress(asyncio.CancelledError):
@@ -107,7 +106,7 @@ class Engine:
                 check_machine(level)
                 sandbox = await self.start(level, Limits().disk_mb)
                 try:
-                    if level is Level.LANDLOCK:  # `ready` has looked at the other kind
+                    if level is Level.LANDLOCK:  # `ready` has checked bubblewrap
                         await attack(sandbox)
                 finally:
                     await _discard(sandbox)
@@ -120,7 +119,7 @@ class Engine:
     async def start(
         self, level: Level, disk_mb: int, preload: str = "", packages: tuple[str, ...] = ()
     ) -> Sandbox:
-        """A new sandbox that is ready. BackendFailed: it did not become so."""
+        """A new sandbox that is ready. Raises BackendFailed: it did not become ready."""
         async with self._starting:
             try:
                 sandbox = Sandbox(level, launch(level, disk_mb, packages), preload)
@@ -153,7 +152,7 @@ class Engine:
         return found
 
     def close(self) -> None:
-        """End what waits. At the end of the process; what runs ends with it."""
+        """End the spare sandboxes, at process exit; those in use end with the process."""
         if self.pid != os.getpid():
             return
 
@@ -207,12 +206,12 @@ async def run_program(
     files: Mapping[str, str] = {},
 ) -> Execution:
     """Run a Python program as `main.py` in an empty working folder, by the interpreter that runs
-    us, with the standard library and the packages of the policy. A cancelled call kills it first.
+    us, with the standard library and the packages of the policy. Cancelling the call kills it.
 
     `files`: texts in the working folder, by relative path. `policy`: a `Level`, or auto: what the
     run's configuration says, else the strongest backend that can be built, never unsafe_subprocess;
     packages follow: `auto+numpy`. Raises SandboxUnavailable: no such backend can be built, nothing
-    was run; BadInput: the policy, a limit or a file's name makes no sense.
+    was run; BadInput: the policy, a package, a limit or a file's name is invalid.
     """
     job, policy = checked_job(source, stdin, limits, files, channel=False), meant(policy)
     started = time.monotonic()
@@ -222,7 +221,7 @@ async def run_program(
 
 
 def run_program_sync(source: str, **options: Any) -> Execution:
-    """`run_program` for code without an event loop; it may also be called inside one."""
+    """`run_program` for plain code. Inside an event loop it works too, and blocks the loop."""
     future = engine().submit(run_program(source, **options))
     try:
         return future.result()
@@ -232,7 +231,7 @@ def run_program_sync(source: str, **options: Any) -> Execution:
 
 
 def detect(policy: str = "auto") -> Detection:
-    """The backend that this process uses, proved by starting a sandbox; remembered."""
+    """The backend that this process uses, tested by starting a sandbox; cached."""
     home = engine()
     return home.submit(home.detect(parts(meant(policy))[0])).result()
 
@@ -248,7 +247,7 @@ async def _run(home: Engine, job: Job, policy: str) -> Execution:
 
 @contextlib.contextmanager
 def _told(level: Level) -> Iterator[None]:
-    """SandboxUnavailable: the sandbox failed before the program started."""
+    """Raise SandboxUnavailable for a sandbox that failed before the program started."""
     try:
         yield
     except BackendFailed as error:
@@ -257,7 +256,7 @@ def _told(level: Level) -> Iterator[None]:
 
 
 async def elsewhere(work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
-    """Await work of the engine's loop. A cancelled caller goes on when the work has ended."""
+    """Await work on the engine's loop. Cancelling cancels the work and waits for its end."""
     home, loop, ended = engine(), asyncio.get_running_loop(), asyncio.Event()
 
     async def tracked() -> T:
@@ -286,7 +285,7 @@ def note_run(execution: Execution, started: float) -> None:
 def checked_job(
     source: str, stdin: str, limits: Limits, files: Mapping[str, str], *, channel: bool
 ) -> Job:
-    """A job whose limits and names make sense. BadInput: all that does not."""
+    """The job. Raises BadInput with every invalid limit and file name."""
     faults = []
     for name, value in vars(limits).items():
         unset = name == "cpu_seconds" and value is None
@@ -312,7 +311,7 @@ class ProgramEnded(AflowTuneError, BrokenPipeError):
 
 
 class Channel:
-    """Our end; `send` and `receive` may be awaited at once."""
+    """The caller's end of the messages; `send` and `receive` may be awaited concurrently."""
 
     def __init__(self, sandbox: Sandbox, running: asyncio.Future[Execution], bound: int) -> None:
         self._sandbox, self._socket = sandbox, sandbox.channel
@@ -322,8 +321,8 @@ class Channel:
         self._sending, self._receiving = asyncio.Lock(), asyncio.Lock()
 
     async def send(self, message: Any) -> None:
-        """Send a JSON value other than null. TypeError, ValueError: it is not one, or too long.
-        ProgramEnded: nobody is there to read it."""
+        """Send a JSON value other than null. Raises TypeError, ValueError: it is not one, or is too
+        long; ProgramEnded: the program has ended."""
         if message is None:
             raise ValueError("None is no message: it means that there will be none")
         line = json.dumps(message).encode() + b"\n"
@@ -336,7 +335,7 @@ class Channel:
                 raise ProgramEnded("the program has ended") from error
 
     async def receive(self) -> Any:
-        """The program's next message, of any JSON type; None when there will be no more."""
+        """The program's next message, any JSON value but null; None once the program has ended."""
         async with self._receiving:
             line = await self._line()
         if line is None:
@@ -349,7 +348,7 @@ class Channel:
         return await self._give_up("") if message is None else message
 
     def execution(self) -> Execution:
-        """How the program ended. RuntimeError: `receive` has not returned None yet."""
+        """How the program ended. Raises RuntimeError: `receive` has not returned None yet."""
         if not self._running.done() or self._running.cancelled():
             raise RuntimeError("the program has not ended; receive() returns None when it has")
         return self._running.result()
@@ -390,9 +389,9 @@ async def open_channel(
     policy: str = "auto",
     preload: str = "",
 ) -> AsyncIterator[Channel]:
-    """Run a program as `run_program` does, and talk with it, in messages of at most
-    `limits.output_kb`. Leaving the block kills it. `preload` names a module of ours that the
-    program finds as `aflow_preloaded`, loaded before limits and confinement begin."""
+    """Run a program as `run_program` does, and exchange messages of at most `limits.output_kb`
+    with it. Leaving the block kills it. `preload` names a module of this package that the program
+    imports as `aflow_preloaded`; it is loaded before limits and confinement begin."""
     job, policy = checked_job(source, "", limits, files, channel=True), meant(policy)
     loop = asyncio.get_running_loop()
     taken: asyncio.Future[Sandbox] = loop.create_future()

@@ -1,10 +1,10 @@
-"""The system-call filter that both backends load: a small exact assembler for classic BPF.
+"""The seccomp filter of both confining backends, assembled here as classic BPF.
 
 It allows by default and refuses what attacks need and programs do not: other processes' memory,
-namespaces, mounts, sockets, keys, kernel interfaces with a history, memory that no limit counts,
-and every call that is newer than this table. A refused call fails with EPERM, one that looks absent
-with ENOSYS; another architecture's calls kill the process. Instructions are those of linux/filter.h
-and Documentation/userspace-api/seccomp_filter.rst.
+namespaces, mounts, sockets, keys, often exploited kernel interfaces, memory that no limit counts,
+and every call newer than this table. A refused call fails with EPERM; clone3 and newer calls fail
+with ENOSYS, reads of extended attributes with ENOTSUP; another architecture's calls kill the
+process. References: linux/filter.h, Documentation/userspace-api/seccomp_filter.rst.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _ERRNO = 0x0005_0000
 
 ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}  # AUDIT_ARCH_*
 _X32_CALLS = 0x3FFF_FFFF
-_NEWEST = 462  # above are calls newer than this table, on every architecture
+_NEWEST = 462  # larger numbers are newer than this table, on both architectures
 
 _NEW_NAMESPACES = 0x7E02_0000
-"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET. NEWTIME is unshare's alone."""
+"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET. Only unshare takes NEWTIME."""
 _AF_UNIX = 1
-_SOCK_DGRAM = 2  # a bit of SOCK_RAW too; neither of SOCK_STREAM nor of SOCK_SEQPACKET
+_SOCK_DGRAM = 2  # this bit is also set in SOCK_RAW, but not in SOCK_STREAM or SOCK_SEQPACKET
 
 
 def _table(text: str) -> dict[str, tuple[int | None, int | None]]:
-    """System calls by name: their numbers on x86-64 and on AArch64, None where absent."""
+    """System calls by name: numbers on x86-64 and AArch64, None where the call does not exist."""
     found = {}
     for entry in re.sub(r"#.*", "", text).split(","):
         if entry.strip():
@@ -84,7 +84,7 @@ CALLS = _table(
     adjtimex 159 171, syslog 103 116, vhangup 153 58, iopl 172 -, ioperm 173 -,
     """
 )
-"""Refused by both."""
+"""Refused by both backends."""
 
 LANDLOCK_CALLS = _table(
     """
@@ -102,7 +102,7 @@ LANDLOCK_READS = _table(
     getxattr 191 8, lgetxattr 192 9, listxattr 194 11, llistxattr 195 12,
     """
 )
-"""Refused with ENOTSUP, which copying functions take as 'this file system has none'."""
+"""Refused with ENOTSUP, which copying functions read as 'not on this file system'."""
 
 SIGNAL_CALLS = _table(
     """
@@ -110,9 +110,9 @@ SIGNAL_CALLS = _table(
     rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424,
     """
 )
-"""Refused where neither a process namespace nor Landlock (before version 6) bounds signals."""
+"""Refused under Landlock before version 6, unless the program has a user id of its own."""
 
-# Its flags stand in memory, where no filter can look; libraries fall back to clone.
+# It passes flags in memory, which a filter cannot read; libraries fall back to clone.
 _ABSENT = {"clone3": (435, 435)}
 
 _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
@@ -120,10 +120,10 @@ _F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
 _PR_SET_DUMPABLE = 4
 
 Test = tuple[int, int, int, bool]
-"""Which argument, how it is compared, with what, and whether a match is refused or all else."""
+"""Index of the argument, comparison, operand, and whether a match is refused or everything else."""
 EXAMINED: dict[str, tuple[tuple[int, int], list[Test]]] = {
     "clone": ((56, 220), [(0, _JUMP_ANY_BIT, _NEW_NAMESPACES, True)]),
-    # Half a pair of datagram sockets can send to any address.
+    # A datagram socket of a pair can send to any address.
     "socketpair": (
         (53, 199),
         [(0, _JUMP_EQUAL, _AF_UNIX, False), (1, _JUMP_ANY_BIT, _SOCK_DGRAM, True)],
@@ -139,31 +139,31 @@ EXAMINED: dict[str, tuple[tuple[int, int], list[Test]]] = {
         (72, 25),
         [(1, _JUMP_EQUAL, operation, True) for operation in (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX)],
     ),
-    # One process, and that the caller, which is 0.
+    # Only for the calling process, which is 0.
     "prlimit64": ((302, 261), [(0, _JUMP_EQUAL, 0, False)]),
     "sched_setaffinity": ((203, 122), [(0, _JUMP_EQUAL, 0, False)]),
     "setpriority": ((141, 140), [(0, _JUMP_EQUAL, 0, False), (1, _JUMP_EQUAL, 0, False)]),
-    "personality": ((135, 92), [(0, _JUMP_EQUAL, 0xFFFF_FFFF, False)]),  # which only asks
-    # Landlock only: an undumpable process hides from its supervisor what it holds open.
+    "personality": ((135, 92), [(0, _JUMP_EQUAL, 0xFFFF_FFFF, False)]),  # a query
+    # Landlock only: the supervisor cannot read the open files of an undumpable process.
     "prctl": ((157, 167), [(0, _JUMP_EQUAL, _PR_SET_DUMPABLE, True)]),
 }
-"""By their arguments, whose low halves are enough: the kernel takes each as an int, except
-prlimit's and clone's, where a high half changes nothing that matters here."""
+"""Calls that are decided by arguments. Their low halves suffice: the kernel takes each as an int,
+except clone's flags, where the high half changes nothing that matters here."""
 
 
 def supported() -> bool:
-    """Whether there is a filter for this machine."""
+    """Whether there is a filter for this system and architecture."""
     return platform.system() == "Linux" and platform.machine() in ARCHITECTURES
 
 
 def filter_program(*, landlock: bool = False, refuse_signals: bool = False) -> bytes:
-    """The filter for this machine, as `struct sock_filter[]`: with what is needed beside Landlock;
-    without signals, not even to itself."""
+    """The filter for this machine, as `struct sock_filter[]`. `landlock`: also refuse what Landlock
+    leaves open. `refuse_signals`: refuse all signals, also those to itself."""
     code = _instructions(platform.machine(), landlock, refuse_signals)
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
 
 
-Instruction = tuple[int, int, int, int]  # code, how far to jump if true and if not, operand
+Instruction = tuple[int, int, int, int]  # code, jump offsets if true and if false, operand
 
 
 def _instructions(machine: str, landlock: bool, refuse_signals: bool) -> Iterator[Instruction]:
@@ -195,7 +195,7 @@ def _instructions(machine: str, landlock: bool, refuse_signals: bool) -> Iterato
 
 
 def _examine(tests: list[Test]) -> Iterator[Instruction]:
-    """What decides about a call by its arguments; always ends with a return."""
+    """The instructions that test one call's arguments; they end with a return."""
     loaded = -1
     for argument, jump, operand, refused in tests:
         if argument != loaded:

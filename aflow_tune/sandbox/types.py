@@ -1,4 +1,4 @@
-"""The vocabulary of the sandbox: which backend, which limits, how a program ended."""
+"""Types of the sandbox: its backends, the limits of a program, and how a program ended."""
 
 from __future__ import annotations
 
@@ -15,68 +15,68 @@ class Level(StrEnum):
     BUBBLEWRAP = "bubblewrap"
     LANDLOCK = "landlock"
     UNSAFE_SUBPROCESS = "unsafe_subprocess"
-    """A plain subprocess: only time and memory are limited. Used only if configured."""
+    """A plain subprocess under the limits alone, not confined. Used only if configured."""
 
 
 class Ending(StrEnum):
-    """How a program ended. The value is its word in traces and metrics."""
+    """How a program ended. The value is what traces and metrics hold."""
 
     FINISHED = "finished"  # by itself, with exit status 0
-    FAILED = "failed"  # by itself otherwise, or by a signal of its own making
+    FAILED = "failed"  # any other way: exit status, signal, killed for disk, processes or messages
     TIMED_OUT = "timed_out"
     OUT_OF_MEMORY = "out_of_memory"
     TOO_MUCH_OUTPUT = "too_much_output"
 
 
 class BackendFailed(Exception):
-    """A sandbox cannot be built or does not hold, so no program was run in it."""
+    """A sandbox could not be built or failed its check, so no program was run in it."""
 
 
 class SandboxUnavailable(AflowTuneError, RuntimeError):
-    """No sandbox can be built here, so the program was not run. Says how to get one."""
+    """No sandbox could be built here, so the program was not run. The message says why."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use. Times in seconds, sizes in MB or KB as named."""
+    """Limits of one program. Times are in seconds; MB are 2**20 bytes, KB are 2**10."""
 
     seconds: float = 15.0
-    """Wall-clock time, after which the whole tree of processes is killed."""
+    """Wall-clock time; then the whole process tree is killed."""
     cpu_seconds: float | None = None
-    """Processor time of each process, rounded up. None: a second more than `seconds`."""
+    """Processor time of each process, rounded up. None: `seconds` + 1."""
     memory_mb: int = 512
-    """Of all its processes together, what they share counted once; and what each may map."""
+    """Resident memory of all processes, shared pages counted once. Each may map 64 MB more."""
     disk_mb: int = 64
-    """What it may write to its private folder, its own text included."""
+    """Size of its private folder, which also holds the program itself."""
     output_kb: int = 1024
-    """Of stdout, of stderr and of a channel's message, each."""
+    """Of stdout, of stderr, and of each message on a channel."""
     processes: int = 32
-    """Processes and threads at once, its first included."""
+    """Processes and threads at once, including the first."""
     open_files: int = 64
 
 
 @dataclass(frozen=True)
 class Execution:
-    """One program that was run. Output is decoded as UTF-8, what cannot be is replaced."""
+    """The result of one program. Output is decoded as UTF-8; undecodable bytes are replaced."""
 
     ending: Ending
     exit_code: int | None
-    """None where it was killed; a negative number is a signal's."""
+    """None if the sandbox killed it; -N if signal N ended it."""
     stdout: str
     stderr: str
     level: Level
     seconds: float
-    """From the moment that the sandbox got the program until it ended."""
+    """From sending the program to the sandbox until it ended."""
     limits_hit: tuple[str, ...] = ()
-    """Names of fields of `Limits`."""
+    """The limits that were reached, as names of fields of `Limits`."""
 
     @property
     def ok(self) -> bool:
-        """Whether it ended by itself with exit status 0. Not whether its output is right."""
+        """Whether it ended by itself with exit status 0."""
         return self.ending is Ending.FINISHED
 
     def to_json(self) -> dict[str, Any]:
-        """For `--json` and traces."""
+        """As a JSON object, for `--json`."""
         told = {"outcome": self.ending.value, **vars(self), "level": self.level.value}
         del told["ending"]
         return told | {"limits_hit": list(self.limits_hit), "seconds": round(self.seconds, 4)}

@@ -1,12 +1,12 @@
-"""What of this machine a sandboxed program may read: a system to run Python on, nothing else.
+"""The files of this machine that a confined program may read: what Python needs to run.
 
-The interpreter is the one that runs us, without its environment and the packages beside it. Nothing
-of /etc but the linker's cache, nothing of /home, /root, /var, /run or the project.
+The interpreter is the one that runs us, without its virtual environment and site-packages. Of /etc
+only the linker's cache is readable; of /home, /root, /var and /run at most the interpreter.
 
-A sandbox started by root gives its ids up before it is confined; an interpreter in root's home
-(pyenv, uv, conda) would then be out of reach. So a mount namespace is made once for a process, in
-which the closed folder is covered by an empty one that holds nothing but the installation,
-read-only and at its own path. It ends with whoever holds its descriptor.
+A sandbox started by root drops its ids before it is confined, and could then not reach an
+interpreter in root's home (pyenv, uv, conda). So a mount namespace is made, once for each set of
+packages, in which the closed folder is covered by an empty one that holds only the installation,
+read-only and at its own path. It lasts while its descriptor is open.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PACKAGES = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True)
 class SystemPaths:
-    """Paths of this machine; all exist."""
+    """Existing paths of this machine that a confined program may read."""
 
     python: str  # the base interpreter's executable, with links resolved
     trees: tuple[str, ...]  # readable files and folders, none inside another
@@ -45,7 +45,7 @@ class SystemPaths:
 
 @functools.cache
 def system_paths() -> SystemPaths:
-    """Of the interpreter that runs us."""
+    """The paths for the interpreter that runs us."""
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     trees = [path for path in (*_SYSTEM, *_DATA) if os.path.exists(path)]
     links = []
@@ -55,7 +55,7 @@ def system_paths() -> SystemPaths:
         elif os.path.isdir(path):
             trees.append(path)
     library = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix}))
-    # With the standard library the folder of the shared libraries that came with it.
+    # An installation of its own keeps shared libraries beside the standard library.
     system = str(library.parent) in ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
     for path in (python, str(library if system else library.parent)):
         if not any(path == tree or path.startswith(tree + "/") for tree in trees):
@@ -68,13 +68,13 @@ def system_paths() -> SystemPaths:
 
 
 def _closed_above(path: str) -> str | None:
-    """The outermost folder above a path that others may not enter; None where all may be."""
+    """The outermost folder above a path that other users may not enter, or None."""
     above = reversed(Path(path).parents)
     return next((str(place) for place in above if not place.stat().st_mode & stat.S_IXOTH), None)
 
 
 def _hidden(folders: Sequence[str]) -> list[str]:
-    """Those of the interpreter and these that an unprivileged user cannot reach or read."""
+    """Those of the interpreter and `folders` that an unprivileged user cannot reach or read."""
     return [
         path
         for path in (system_paths().python, *folders)
@@ -89,9 +89,9 @@ _BIND, _MOVE, _REC, _PRIVATE = 4096, 8192, 16384, 1 << 18
 
 @functools.cache
 def stage(folders: tuple[str, ...] = ()) -> int | None:
-    """A view in which the program's user reaches the interpreter and these folders, as a descriptor
-    of its mount namespace for `nsenter`; None where it reaches them anyway. BackendFailed: this
-    root may not mount, or a tool is missing."""
+    """A mount namespace in which the program's user can reach the interpreter and `folders`, as a
+    descriptor for `nsenter`; None if it can reach them anyway. Raises BackendFailed: mounting is
+    refused, `nsenter` is missing, or no one folder covers what is closed."""
     if os.geteuid() != 0 or not _hidden(folders):
         return None
     prefix = os.path.realpath(sys.base_prefix)
@@ -105,7 +105,7 @@ def stage(folders: tuple[str, ...] = ()) -> int | None:
     shown += [path for path in folders if path in hidden and not path.startswith(f"{prefix}/")]
     if shutil.which("nsenter") is None:
         raise BackendFailed("nsenter (Debian package util-linux) is not there")
-    # A mount namespace is a thread's own; this one enters it and ends.
+    # A mount namespace belongs to a thread; this thread enters it and ends.
     with ThreadPoolExecutor(1) as pool:
         try:
             return pool.submit(_make, shown, closed).result()

@@ -1,8 +1,8 @@
-"""Scoring answers: what rewards are built from. Numbers, mathematics, question answering, code.
+"""Scores answers to benchmark tasks: numbers, mathematics, question answering, code.
 
 `score_answer` and `score_both` score an answer to a row of one of the `BENCHMARKS`, by the
-published rule and by the strict one; `check_code` runs tests against a program; `five_part` and
-`agent_reward` put rewards together. Where answers come from is left to others.
+published rule and by the strict one; `check_code` runs tests against a program. `scoring.rewards`
+computes rewards from scores. Rules: docs/scoring.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# Imported when they are asked for: the child processes of this room need none of them.
+# Imported on first use: the child processes of this package need none of them.
 _BENCHMARKS = ("BENCHMARKS", "Benchmark", "find", "score_answer", "score_both", "with_form")
 _HOME = {
     **dict.fromkeys(_BENCHMARKS, "benchmarks"),

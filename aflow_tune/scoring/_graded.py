@@ -1,21 +1,21 @@
-"""What runs in the sandbox to grade a program: each process gets the top and the part of its role.
+"""Grades a program, inside the sandbox: each process gets the top of this file and one role's part.
 
-`serve_solution` loads a model's program and calls it as asked; `run_tests` has a benchmark's tests,
-sees the solution only through those calls, and gives the verdict; `run_together` has both in one
-process, as the field does. What a program sends is only ever the value of a call. Standard library
-only.
+`serve_solution` loads a model's program and calls it on request; `run_tests` has a benchmark's
+tests, sees the solution only through those calls, and gives the verdict; `run_together` has both in
+one process, as AFlow's public code does. A solution can send nothing but results of calls. Standard
+library only.
 
-`Crossing` carries arguments and results as JSON. A container is `[number]`; its contents travel
-once, in a list of their own, as `[tag, item, ...]`, so depth has no bound, and arguments that were
+`Crossing` carries arguments and results as JSON. A container is `[number]`; its contents are sent
+once, in a separate list, as `[tag, item, ...]`, so depth is unbounded, and arguments that were
 changed in place keep their identity.
 
     l list  d dict  s set  q deque  C Counter  B bytearray      mutable
-    t tuple  z frozenset  I iterator  k, v, n views of a dict   rebuilt of their items
+    t tuple  z frozenset  I iterator  k, v, n views of a dict   rebuilt from their items
     o object of `_OBJECTS` (class, arguments)  e exception (builtin class, arguments)
     i integer beyond 2**53  f nan, inf  b bytes  T builtin class  m module  h handle: {tag: body}
 
-Subclasses travel as the type that they extend, so no `__eq__` of the sender's arrives. Anything
-else stays and travels as a handle. `odd` has what does not arrive exactly as it was.
+Subclasses are sent as their base type, so no `__eq__` of the sender's arrives. Anything else stays
+with its process and is sent as a handle. `odd` lists the values that do not arrive unchanged.
 """
 
 import ast
@@ -46,13 +46,13 @@ PRESET = {
     **{"math": math, "hashlib": hashlib, "re": re},
     **{name: getattr(typing, name) for name in ("List", "Dict", "Tuple", "Optional", "Any")},
 }
-"""What the public AFlow code lets programs and tests use without importing it."""
-MAX_ITEMS = 200_000  # of one message; 16 characters of text count as one
-MAX_ITERATED = 100_000  # items that are taken of an iterator
+"""Names that the public AFlow code provides to programs and tests without an import."""
+MAX_ITEMS = 200_000  # in one message; 16 characters of text count as one
+MAX_ITERATED = 100_000  # items taken from an iterator
 _SAME: tuple = (bool, str, type(None))
 _EXACT = 2**53
 _MISSING = object()
-# The base's own method gives the base's own value of a subclass such as an IntEnum.
+# The base's own method gives the plain value of a subclass such as an IntEnum.
 _PLAIN: tuple = ((int, int.__pos__), (float, float.__pos__), (str, str.__str__))
 # A Counter is a dict, so it comes first.
 _MUTABLE: dict = {"C": Counter, "d": dict, "l": list, "s": set, "q": deque, "B": bytearray}
@@ -95,7 +95,7 @@ _OBJECTS: dict = {
     "pathlib.PosixPath": lambda v: (str(v),),
     "pathlib.PurePosixPath": lambda v: (str(v),),
 }
-"""Classes whose objects are made again, and with what arguments."""
+"""Classes whose objects are rebuilt on the other side, each with its constructor arguments."""
 
 
 def _object_of(name: str, *given: Any) -> Any:
@@ -117,7 +117,7 @@ def _module(name: str) -> Any:
 
 
 def _name(kind: type) -> str:
-    """Where a class can be found; empty if it is not there."""
+    """The importable name of a class; empty if it has none."""
     there = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
     return f"{kind.__module__}.{kind.__name__}" if there else ""
 
@@ -129,8 +129,8 @@ _SCALARS: dict = {
 
 
 class Crossing:
-    """What crosses in one call, there and back, as one side sees it. `keep` stores what cannot
-    travel and gives its number and type, or raises; `find` gives what such a handle stands for."""
+    """One side of the exchange of one call. `keep` stores what cannot be sent and returns its
+    number and type, or raises; `find` returns the object of such a handle."""
 
     def __init__(self, keep: Callable[[Any], tuple], find: Callable[[int, str], Any]) -> None:
         self.keep, self.find = keep, find
@@ -154,7 +154,7 @@ class Crossing:
         return [packed, bodies, changed]
 
     def receive(self, message: Any) -> Any:
-        """The value of a message; what was changed is changed in place. ValueError: it is none."""
+        """The value of a message; applies changes to containers in place. ValueError: malformed."""
         try:
             packed, bodies, changed = message
             first = len(self.objects)
@@ -164,7 +164,7 @@ class Crossing:
                     empty = deque(maxlen=body[0]) if tag == "q" else _MUTABLE[tag]()
                 self.objects.append(empty)
             self._bodies, self._first = bodies, first
-            # Parts come after the whole, mostly: backwards, little waits for something else.
+            # Parts mostly follow their container: going backwards keeps the recursion shallow.
             for number in reversed(range(first, len(self.objects))):
                 self.numbers[id(self._object(number))] = number
             for number, body in [*enumerate(bodies, first), *changed]:
@@ -292,7 +292,7 @@ def described(error: BaseException) -> str:
 
 
 def answer(operation: str, number: int, message: list) -> dict:
-    """What came of an operation on something that is kept here."""
+    """The reply to an operation on an object that is kept here."""
     crossing = Crossing(keep, find)
     args, kwargs = crossing.receive(message)
     names: list = []
@@ -312,7 +312,7 @@ def answer(operation: str, number: int, message: list) -> dict:
 
 
 def serve_solution() -> None:
-    module = types.ModuleType("builtins")  # so it is in the public code, for want of a name
+    module = types.ModuleType("builtins")  # the `__name__` of the public code, which sets none
     module.__dict__.update(PRESET)
     try:
         for name in ("helpers.py", "solution.py"):
@@ -326,7 +326,7 @@ def serve_solution() -> None:
         turn, *asked = request
         try:
             reply = answer(*asked)
-        except BaseException as error:  # SystemExit among them: no call may end like that
+        except BaseException as error:  # also SystemExit: no call may end the process
             reply = {"ended": described(error)}
         try:
             channel.send({"turn": turn, **reply})
@@ -337,7 +337,7 @@ def serve_solution() -> None:
 # role: run_tests
 
 
-# No test may catch these.
+# BaseException, so that `except Exception` in a test does not catch them.
 
 
 class SolutionEnded(BaseException):
@@ -345,16 +345,16 @@ class SolutionEnded(BaseException):
 
 
 class Forged(BaseException):
-    """The solution's process sent what no call results in."""
+    """The solution's process sent something that no call can return."""
 
 
 class CannotTell(BaseException):
-    """The tests want what cannot be had across two processes."""
+    """The tests need something that does not work across two processes."""
 
 
 class Remote:
-    """Something that stayed in the solution's process: it can be called and asked, but not whether
-    it equals, contains or starts with something: it could always say yes."""
+    """An object that stayed in the solution's process. Tests can call it and read its attributes
+    and truth, but not ask whether it equals or contains something: it could always say yes."""
 
     def __init__(self, solution: "Solution", number: int, kind: str) -> None:
         self._solution, self._number, self._kind = solution, number, kind
@@ -378,11 +378,11 @@ class Remote:
 
 
 PLAIN_METHODS = {name for kind in (str, bytes, list, dict, set, int, float) for name in dir(kind)}
-"""Of an object that only looks like a plain value these prove nothing."""
+"""Methods of plain values. A remote object may imitate them, so they prove nothing."""
 
 
 class Solution:
-    """The other process, as the tests may use it."""
+    """The solution's process, as the tests see it."""
 
     def __init__(self) -> None:
         self.turn = 0
@@ -432,7 +432,7 @@ class Solution:
 
 
 class CountAsserts(ast.NodeTransformer):
-    """Counts each assert that is reached."""
+    """Adds a call before each assert that counts it as reached."""
 
     def visit_Assert(self, node: ast.Assert) -> list:
         count = ast.parse("__aflow_reached__()").body[0]
@@ -440,7 +440,7 @@ class CountAsserts(ast.NodeTransformer):
 
 
 def run(solution: Solution, entry_point: str, tests: str, helpers: str) -> tuple:
-    """Whether it passed, None where that says nothing; and why not."""
+    """Whether the solution passed (None: undecided), and why not."""
     reached = []
     tree = ast.parse(tests)
     plain = is_plain(tree, entry_point)
@@ -454,7 +454,7 @@ def run(solution: Solution, entry_point: str, tests: str, helpers: str) -> tuple
             return False, f"the program defines no function {entry_point}"
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         for name in used - space.keys() - vars(builtins).keys() - {"candidate"}:
-            with contextlib.suppress(Exception):  # what the tests use and only it defines
+            with contextlib.suppress(Exception):  # a name that only the solution defines
                 space[name] = solution.ask("attribute", solution.module, name)
         space["candidate"] = space[entry_point] = function
         exec(code, space)
@@ -470,12 +470,12 @@ def run(solution: Solution, entry_point: str, tests: str, helpers: str) -> tuple
         return False, f"a call gave no value: {error}"[:500]
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"[:500]
-        if plain and not solution.odd:  # then what passed together passes apart, or cheats
+        if plain and not solution.odd:  # what passed in one process and fails here cheats
             return False, reason
         return None, f"it passes only in one process with its tests: {reason}"
     if not solution.calls or not reached:
         return None, "the tests called or asserted nothing"
-    # An exception that passed although the tests name none of its classes.
+    # An exception that the tests swallowed without naming one of its classes.
     known = named(tree) - {"Exception", "BaseException", "object"}
     swallowed = [names[0] for names in solution.raised if not known & set(names)]
     if swallowed:
@@ -484,8 +484,8 @@ def run(solution: Solution, entry_point: str, tests: str, helpers: str) -> tuple
 
 
 def is_plain(tree: ast.AST, entry_point: str) -> bool:
-    """Whether these only compare results of calls with literals. Then two processes and one give
-    the same, but for what a solution does to its tests."""
+    """Whether the tests only compare results of calls with literals. Then two processes give the
+    same verdict as one, unless the solution tampers with its tests."""
     ours = {entry_point, "candidate"}
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
@@ -528,7 +528,7 @@ def run_tests() -> None:
     solution = Solution()
     try:
         found = run(solution, entry_point, read("tests.py"), read("helpers.py"))
-    except BaseException as error:  # after a call, what the solution sent made it fail
+    except BaseException as error:  # after a call, the solution's data caused it
         passed = False if solution.calls else None
         found = passed, f"the grader failed: {type(error).__name__}: {error}"
     channel.send({"verdict": found})
@@ -550,13 +550,13 @@ def run_together() -> None:
     def judge() -> None:
         try:
             check = loaded(space, shared, entry_point, helpers, solution, tests)
-            # From here on a thread that ends without an error passes, as in the public code.
+            # From here on, a thread that ends without an error passes, as in the public code.
             faults.clear()
             check()
         except Exception as error:
             faults[:] = [f"{type(error).__name__}: {error}"[:500]]
 
-    # As in the public code: there `signal` cannot be used, and recursion starts as deep.
+    # A thread, as in the public code: `signal` does not work and the stack has equal depth.
     thread = threading.Thread(target=judge)
     thread.start()
     thread.join()
@@ -571,7 +571,7 @@ def loaded(
     if entry_point not in space:
         raise NameError(f"the program defines no function {entry_point}")
     function = space[entry_point]
-    if not shared:  # neither may change what the other's names mean
+    if not shared:  # neither may redefine the other's names
         hidden = {*vars(builtins), *PRESET} - {entry_point}
         space = {name: value for name, value in space.items() if name not in hidden}
         space.update(PRESET)

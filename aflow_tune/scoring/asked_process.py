@@ -1,9 +1,9 @@
-"""A process of ours that answers questions one by one, and can be lost without harm.
+"""A child process that answers questions one at a time, under limits on time and memory.
 
-The child starts at the first question; the kernel ends it where it uses too much processor time or
-memory, and the next question starts another. What runs there is our code on foreign data, never
-foreign code: an answer such as `__import__('os').system(...)` is Python to SymPy's `parse_expr`, so
-the child lets it evaluate plain mathematics only (`guard_sympy`).
+The child starts at the first question. The kernel kills it when one takes too much processor time;
+the next question starts another. It runs our code on foreign data, never foreign code: an answer
+such as `__import__('os').system(...)` is Python to SymPy's `parse_expr`, so the child lets it
+evaluate plain mathematics only (`guard_sympy`).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class Undecided(RuntimeError):
-    """A question took too much time or memory: the answer is neither right nor wrong."""
+    """The child ran out of time or memory and died: the answer is neither right nor wrong."""
 
 
 class QuestionFailed(RuntimeError):
-    """The child raised this exception over a question."""
+    """Answering the question raised an exception in the child, MemoryError among them."""
 
 
 class AskedProcess:
-    """The parent's end: starts `python -m module`, which calls `serve`, and asks it, from any
-    thread, one question at a time."""
+    """The parent's end. Runs `python -m module`, which has to call `serve`. Thread-safe; questions
+    are answered one at a time."""
 
     def __init__(self, module: str, what: str, cpu_seconds: float, *words: str) -> None:
         self._command = [module, str(cpu_seconds), *words]
@@ -46,8 +46,8 @@ class AskedProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, *question: Any) -> Any:
-        """The child's answer to `question`; both are JSON. Raises Undecided: it needed too much
-        time or memory and was ended; QuestionFailed: it raised an exception."""
+        """The child's answer to `question`; both are JSON. Raises Undecided: the child died, out of
+        time or memory; QuestionFailed: it raised an exception."""
         with self._lock:
             process = self._process or self._start()
             assert process.stdin
@@ -87,7 +87,7 @@ class AskedProcess:
 
 
 def serve(answer: Callable[..., Any]) -> None:
-    """The child's end: answer questions, one JSON line each, until the input ends."""
+    """The child's end: answer questions, one per line of JSON, until the input ends."""
     import resource
     import signal
 
@@ -97,7 +97,7 @@ def serve(answer: Callable[..., Any]) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin:
         question = json.loads(line)
-        # The signal's default action ends the process wherever it is, in C code too.
+        # The signal's default action kills the process, also within C code.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         try:
             reply = {"answer": answer(*question)}
@@ -115,9 +115,9 @@ _NODES = (
     *(ast.Dict, ast.Subscript, ast.Slice, ast.IfExp),
     *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop),
 )
-# SymPy's tokenizer itself writes these with a text in them.
+# SymPy's tokenizer itself inserts calls of these with a text argument.
 _TAKE_TEXT = {"Symbol", "Function", "Float", "Integer", "Rational"}
-# Names that read texts as code, write files or start programs.
+# Names that evaluate texts, write files or start programs.
 _REFUSED = {
     *("S", "sympify", "parse_expr", "lambdify", "source", "preview", "plot", "test", "doctest"),
     *("init_printing", "init_session", "interactive_traversal", "eval", "exec", "open", "compile"),
@@ -132,7 +132,7 @@ class Refused(ValueError):
 
 
 def check_expression(code: str) -> None:
-    """Raises Refused: it is more than a mathematical expression; SyntaxError: it is no Python."""
+    """Raises Refused: it is not plain mathematics; SyntaxError: it is not Python."""
     allowed_texts: set[int] = set()
     for node in ast.walk(ast.parse(code.strip(), mode="eval")):
         if not isinstance(node, _NODES):
@@ -156,7 +156,7 @@ def guard_sympy() -> None:
     evaluate = sympy_parser.eval_expr
 
     def guarded(code: Any, local_dict: dict[str, Any], global_dict: dict[str, Any]) -> Any:
-        if not isinstance(code, str):  # compiled from the text of `evaluate=False`
+        if not isinstance(code, str):  # `evaluate=False` passes a compiled AST
             raise Refused("an expression that is not to be evaluated")
         check_expression(code)
         return evaluate(code, local_dict, global_dict)
@@ -165,7 +165,7 @@ def guard_sympy() -> None:
 
 
 def evaluate_literal(text: str, *_: Any) -> Any:
-    """In the place of `eval`: literals, and arithmetic of numbers. Refused: anything else."""
+    """A stand-in for `eval`: literals and their arithmetic. Raises Refused: anything else."""
     tree = ast.parse(text.strip(), mode="eval")
     for node in ast.walk(tree):
         if not isinstance(node, _NODES) or isinstance(node, (ast.Call, ast.Name)):
@@ -175,8 +175,8 @@ def evaluate_literal(text: str, *_: Any) -> Any:
 
 @functools.cache
 def latex_parser() -> Callable[[str], Any]:
-    """SymPy's `parse_latex`, which wants ANTLR 4.11, while Trinity's OmegaConf pins 4.9: in between
-    only the serialised form of the parser's tables changed, which is read here."""
+    """SymPy's `parse_latex`, which needs ANTLR 4.11, while Trinity's OmegaConf pins 4.9. Only the
+    serialised form of the parser's tables differs; with 4.9 it is converted here."""
     if version("antlr4-python3-runtime").startswith("4.9."):
         _read_new_tables()
     from sympy.parsing.latex import _parse_latex_antlr
@@ -184,7 +184,7 @@ def latex_parser() -> Callable[[str], Any]:
     _parse_latex_antlr.version = lambda _: "4.11"
 
     def parse(text: str) -> Any:
-        # The runtime prints that its version is not the generated code's.
+        # The runtime prints a warning that its version differs from the generated code's.
         with contextlib.redirect_stdout(io.StringIO()):
             return _parse_latex_antlr.parse_latex(text)
 
@@ -208,5 +208,5 @@ def _read_new_tables() -> None:
         def checkUUID(self) -> None:
             self.uuid = old.BASE_SERIALIZED_UUID
 
-    # The generated modules take the name from the package when they are imported.
+    # The generated modules import the name from the package.
     antlr4.ATNDeserializer = TableReader

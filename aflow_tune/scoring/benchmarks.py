@@ -1,8 +1,8 @@
-"""The benchmarks: what a row asks, what its gold answer is, and both rules that score one.
+"""The benchmarks: the question and gold answer of a row, and the two rules that score an answer.
 
-`BENCHMARKS` is the registry; reasoning-gym's tasks, `reasoning_gym:TASK`, are made on demand.
-Whatever keeps a scorer from a verdict is 'unscored' (`Score.value` None), never 0; only what stops
-everything, such as a missing sandbox, is raised. Rules: docs/scoring.md.
+`BENCHMARKS` is the registry; tasks of reasoning-gym, `reasoning_gym:TASK`, are made on demand. If a
+scorer reaches no verdict, the answer is unscored (`Score.value` None), never 0; only what affects
+every answer, such as a missing sandbox, is raised. Rules: docs/scoring.md.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from aflow_tune.scoring.code import (
 from aflow_tune.scoring.rows import HubSource, Row
 from aflow_tune.scoring.types import RIGHT, RULES, CannotScore, Rule, Score, wrong
 
-Scorer = Callable[[str, Row], Score]  # of an answer to a row; what it raises is unscored
-CODE_LIMITS = Limits(seconds=15.0)  # of all tests of a program together, as the field has it
-# Entry points to which the published rule gives what their prompt defines beside them.
+Scorer = Callable[[str, Row], Score]  # answer, row; an exception makes the answer unscored
+CODE_LIMITS = Limits(seconds=15.0)  # for all tests of a program, as in the public code
+# Entry points for which the published rule adds what their prompt defines besides.
 PUBLISHED_HELPERS = ("decode_cyclic", "decode_shift", "find_zero")
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark, whose rows have all of `fields`."""
+    """One benchmark; its rows have all of `fields`."""
 
     name: str
     fields: Mapping[str, type]
@@ -45,12 +45,12 @@ class Benchmark:
     gold: Callable[[Row], str]  # an answer that must score 1; may raise CannotScore
     scorers: dict[Rule, Scorer] | None = None  # None for code, whose answers are programs
     hub: HubSource | None = None
-    answer_form: str = ""  # what a model is told about it; empty where questions say it
-    form: str = r"\S"  # a regular expression that is found in an answer of that form
+    answer_form: str = ""  # a sentence for the prompt; empty if the questions say it
+    form: str = r"\S"  # a regular expression to find in an answer of that form
 
     def load(self, source: Path | str | None = None, split: str | None = None) -> list[dict]:
-        """Rows of a local file, or of the hub where `source` is None. BadInput: the file or data
-        set cannot be used; every faulty row with its line."""
+        """Rows of a local file, or of the hub if `source` is None. Raises BadInput: the file or
+        data set cannot be used; it lists faulty rows with their lines."""
         if source is not None:
             return rows.read_jsonl(Path(source), self.fields)
         if self.hub is None:
@@ -70,14 +70,14 @@ async def score_both(
     benchmark: Benchmark | str, row: Row, answer: str, *, policy: str = "auto"
 ) -> dict[Rule, Score]:
     """The score of one answer by each rule. Raises BadInput: no benchmark has that name, or the
-    row lacks its fields; SandboxUnavailable: the answer is code and nothing here may run it."""
+    row lacks its fields; SandboxUnavailable: the answer is code and no sandbox can be built."""
     chosen = _checked(benchmark, row)
     given = [_score(chosen, row, answer, rule, policy) for rule in RULES]
     return dict(zip(RULES, await asyncio.gather(*given), strict=True))
 
 
 def find(benchmark: Benchmark | str) -> Benchmark:
-    """The benchmark of a name, `reasoning_gym:TASK` too. BadInput: there is none of that name."""
+    """The benchmark of a name, also `reasoning_gym:TASK`. Raises BadInput: there is none."""
     if isinstance(benchmark, Benchmark):
         return benchmark
     if benchmark.lower() in BENCHMARKS:  # AFlow writes GSM8K and HotpotQA
@@ -92,7 +92,7 @@ def find(benchmark: Benchmark | str) -> Benchmark:
 
 
 def with_form(problem: str, answer_form: str) -> str:
-    """A problem's text that asks for an answer of this form; as it is where the form is empty."""
+    """The problem's text with `answer_form` added, before a final `Answer:`; unchanged if empty."""
     if not answer_form:
         return problem
     text, mark = problem.removesuffix(_ANSWER), _ANSWER if problem.endswith(_ANSWER) else ""
@@ -108,17 +108,17 @@ def _checked(benchmark: Benchmark | str, row: Row) -> Benchmark:
 
 
 async def _score(benchmark: Benchmark, row: Row, answer: str, rule: Rule, policy: str) -> Score:
-    """The score by one rule; whatever goes wrong in scoring says nothing about the answer."""
+    """The score by one rule; unscored if scoring itself fails. Raises AflowTuneError."""
     try:
         if benchmark.scorers is not None:
-            # Some ask a child process and wait.
+            # Some wait for a child process.
             return await asyncio.to_thread(benchmark.scorers[rule], answer, row)
         tests, entry_point, strict = row["test"], row["entry_point"], rule == "strict"
         find_program = strict_program if strict else published_program
         try:
             program = await asyncio.to_thread(find_program, answer, entry_point)
         except NoProgram as error:
-            if not strict:  # a bound of ours, which the published rule does not have
+            if not strict:  # our own bound, which the published rule does not have
                 raise
             return wrong(str(error))
         graded: dict[str, Any] = {"limits": CODE_LIMITS, "policy": policy}
@@ -155,7 +155,7 @@ def _gym_benchmark(task: str) -> Benchmark:
     )
 
 
-_ANSWER = "Answer:"  # what the questions of HotpotQA and DROP end in
+_ANSWER = "Answer:"  # the end of questions of HotpotQA and DROP
 _CODE_ASKED = "# The answer is Python code: the whole function, with imports and helpers, once."
 _CODE_FORM = r"^\s*(?:async\s+)?def\s"
 
@@ -235,22 +235,22 @@ BENCHMARKS: dict[str, Benchmark] = {
 }
 
 
-CONCURRENCY = 4  # answers that are scored at the same time
+CONCURRENCY = 4  # answers scored at the same time
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of a list of answers, in its order."""
+    """The scores of a list of answers, in the same order."""
 
     rows: tuple[dict[Rule, Score], ...]
 
     def values(self, rule: Rule) -> list[float | None]:
-        """The values by one rule; None where unscored."""
+        """The values by one rule; None for unscored answers."""
         return [scores[rule].value for scores in self.rows]
 
     @property
     def mean(self) -> float | None:
-        """Of the strict scores that there are; None where there is none."""
+        """The mean strict score over scored answers; None if there are none."""
         values = [value for value in self.values("strict") if value is not None]
         return sum(values) / len(values) if values else None
 
@@ -272,7 +272,7 @@ async def score_all(
     *,
     policy: str = "auto",
 ) -> Scores:
-    """Score `answers`, one a row; None: each row's gold answer. Raises SandboxUnavailable."""
+    """Score one answer per row; None: each row's gold answer. Raises as `score_both`."""
     gate = asyncio.Semaphore(CONCURRENCY)
 
     async def one(row: Row, answer: str | None) -> dict[Rule, Score]:
@@ -288,7 +288,7 @@ async def score_all(
 
 
 def read_answers(path: Path, count: int) -> list[str]:
-    """The texts of `count` lines `{"answer": TEXT}`. BadInput: the file has something else."""
+    """The texts of `count` lines `{"answer": TEXT}`. Raises BadInput: the file differs."""
     lines = rows.read_jsonl(path, {"answer": str})
     if len(lines) != count:
         title, fix = f"{path} does not fit the rows", "give one answer a row, in their order"

@@ -1,14 +1,14 @@
-"""Answers that are code: the program in one, and whether it passes tests.
+"""Finds the program in an answer, and checks whether it passes its tests.
 
 published (`sanitize` in scripts/utils/sanitize.py of the public AFlow code, after EvalPlus): the
 longest run of lines that is Python; of that imports, and definitions that the entry point reaches.
 strict: the whole text, or its one fenced block that defines the entry point.
 
-`check_together` gives the field's verdict; but there a solution can read the tests, patch what they
-use and return objects that equal everything. So with `check_code` what passes together runs again
-with the tests in another process. A call `candidate(...)` travels over both channels through this
-module, which believes nothing; the solution can only answer calls with values (`_graded.py`). The
-outcomes: docs/scoring.md.
+`check_together` gives the verdict of the public code; but there a solution can read the tests,
+patch what they use and return objects that equal everything. So `check_code` runs what passes a
+second time with the tests in another process. A call `candidate(...)` goes through this module,
+which trusts neither side; the solution can only answer calls with values (`_graded.py`). Outcomes:
+docs/scoring.md.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import Any
 
 from aflow_tune.sandbox import Channel, Ending, Limits, ProgramEnded, open_channel
 
-MESSAGE_KB = 8192  # that a call's arguments or result may take as JSON, at least
+MESSAGE_KB = 8192  # least limit for the arguments or the result of a call as JSON
 GRACE_SECONDS = 2.0  # for the tests to say why the solution's process ended
 
 
 @dataclass(frozen=True)
 class CodeVerdict:
-    """Whether the program passed, or None where that cannot be said, and why."""
+    """Whether the program passed (None: undecided), and why not."""
 
     passed: bool | None
     reason: str
@@ -50,8 +50,8 @@ async def check_together(
     policy: str = "auto",
     shared: bool = True,
 ) -> CodeVerdict:
-    """Run `tests` against a program in one process, as of `check_code`. `shared`: they share their
-    global names, as the field has it; else neither changes what the other's names mean."""
+    """Run `tests` against a program in one process; arguments and errors as `check_code`. `shared`:
+    both use one global namespace, as in the public code; else neither can redefine the other's."""
     text = tests if isinstance(tests, str) else "\n".join(tests)
     try:
         tree = ast.parse(text)
@@ -62,7 +62,7 @@ async def check_together(
         return CodeVerdict(None, "the tests assert nothing")
     token, program = secrets.token_hex(), _program("run_together")
     async with open_channel(program, limits=_roomy(limits), policy=policy) as channel:
-        with contextlib.suppress(ProgramEnded):  # which is seen when it is listened to
+        with contextlib.suppress(ProgramEnded):  # `receive` then returns None
             await channel.send([token, shared, entry_point, helpers, solution, text])
         said = await channel.receive()
         if said is None:
@@ -85,8 +85,8 @@ async def check_code(
     """Run `tests` against the function `entry_point` of the program `solution`.
 
     `tests` assert on `candidate` or the function by its name, or define `check`, which is called
-    with the function if it takes an argument. Both sides have `helpers`. `limits` are those of each
-    process. Raises SandboxUnavailable: nothing was run.
+    with the function if it takes an argument. Both sides have `helpers`. `limits` hold for each
+    process; the tests' own has `GRACE_SECONDS` more. Raises SandboxUnavailable: nothing was run.
     """
     text = tests if isinstance(tests, str) else "\n".join(tests)
     given: dict[str, Any] = {"helpers": helpers, "limits": limits, "policy": policy}
@@ -111,7 +111,7 @@ def _roomy(limits: Limits) -> Limits:
 
 
 async def _converse(graded: Channel, grader: Channel, entry_point: str) -> CodeVerdict:
-    """Pass calls and results on until the grader has a verdict or one of the two ends."""
+    """Relay calls and results until the grader has a verdict or one of the two ends."""
     loaded = await graded.receive()
     if loaded is None:
         return _ended(graded, "the program ended while it was loaded", apart=True)
@@ -121,10 +121,10 @@ async def _converse(graded: Channel, grader: Channel, entry_point: str) -> CodeV
         return CodeVerdict(False, f"the program does not load: {text}"[:500])
     reply: Any = entry_point
     while True:
-        with contextlib.suppress(ProgramEnded):  # which is seen when it is listened to
+        with contextlib.suppress(ProgramEnded):  # `receive` then returns None
             try:
                 await grader.send(reply)
-            except (ValueError, RecursionError):  # other bytes may have made it shorter
+            except (ValueError, RecursionError):  # our JSON can be longer than what arrived
                 return CodeVerdict(False, "the program sent a value that is too large or too deep")
         message = await grader.receive()
         if message is None:
@@ -139,7 +139,7 @@ async def _converse(graded: Channel, grader: Channel, entry_point: str) -> CodeV
 
 
 def _ended(channel: Channel, what: str, *, apart: bool = False) -> CodeVerdict:
-    """Of a process that ended. What passed together may need more apart: that is no fault."""
+    """The verdict on a process that ended. `apart`: hitting a limit is undecided, not a failure."""
     execution = channel.execution()
     if execution.ending is Ending.FINISHED:
         return CodeVerdict(False, what)
@@ -149,7 +149,7 @@ def _ended(channel: Channel, what: str, *, apart: bool = False) -> CodeVerdict:
 
 @functools.cache
 def _program(role: str) -> str:
-    """The top of the file and one role's part: no solution finds the grader in its frames."""
+    """The source of one role: without the grader, so that no solution can find it in its frames."""
     text = Path(__file__).with_name("_graded.py").read_text(encoding="utf-8")
     top, *parts = text.split("\n# role: ")
     (own,) = (part for part in parts if part.startswith(f"{role}\n"))
@@ -160,7 +160,7 @@ def _program(role: str) -> str:
 
 MAX_CHARACTERS = 100_000
 MAX_SEARCH_LINES = 400  # in which the published rule looks for a program
-MAX_PARSED_LINES = 200_000  # by that search, repeats counted: some seconds at most
+MAX_PARSED_LINES = 200_000  # by that search, repeats included: some seconds at most
 _FENCED = re.compile(
     r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL
 )
@@ -172,8 +172,8 @@ class NoProgram(ValueError):
 
 
 def published_program(answer: str, entry_point: str) -> str:
-    """The program that the published rule runs; it may lack the entry point. NoProgram: the answer
-    is too long to be searched through."""
+    """The program that the published rule runs; it may lack the entry point. Raises NoProgram: the
+    answer is too long to search."""
     code = _longest_run(answer)
     try:
         return _reachable(_parse(code), entry_point)
@@ -182,8 +182,8 @@ def published_program(answer: str, entry_point: str) -> str:
 
 
 def strict_program(answer: str, entry_point: str) -> str:
-    """The one program of the answer. NoProgram: nothing in it is Python with the entry point, or
-    several different programs."""
+    """The whole answer if it is Python, else its one fenced program that defines the entry point.
+    Raises NoProgram: the answer is too long, or has none or several different ones."""
     if len(answer) > MAX_CHARACTERS:
         raise NoProgram(f"longer than {MAX_CHARACTERS:,} characters")
     if _fault(answer) is None:
@@ -202,7 +202,7 @@ def strict_program(answer: str, entry_point: str) -> str:
 
 
 def _may_clash(program: str, tests: str) -> bool:
-    """Whether one may change what a global name means to the other."""
+    """Whether one may redefine a global name that the other uses."""
     try:
         return bool(_defined(_parse(program)) & (_defined(_parse(tests)) | vars(builtins).keys()))
     except _NO_PYTHON:
@@ -210,7 +210,7 @@ def _may_clash(program: str, tests: str) -> bool:
 
 
 def helpers_of(prompt: str, entry_point: str) -> str:
-    """What a prompt defines beside the entry point; empty where it is not Python."""
+    """What a prompt defines besides the entry point; empty if it is not Python."""
     if _fault(prompt) is not None:
         return ""
     kept = [node for node in _parse(prompt).body if getattr(node, "name", "") != entry_point]
@@ -226,7 +226,7 @@ def _longest_run(text: str) -> str:
     if len(lines) > MAX_SEARCH_LINES:
         raise NoProgram(f"no Python as a whole, and more than {MAX_SEARCH_LINES} lines")
     filled = [0, *itertools.accumulate(bool(line.strip()) for line in lines)]
-    # The first of the longest, in the order in which the published loop meets them.
+    # Longest first; ties in the order of the published loop.
     runs = sorted(
         (filled[first] - filled[last], first, last)
         for first in range(len(lines))
@@ -234,7 +234,7 @@ def _longest_run(text: str) -> str:
         if filled[last] > filled[first]
     )
     parsed = 0
-    hopeless: dict[int, int] = {}  # first line to the line that no run from there may have
+    hopeless: dict[int, int] = {}  # by first line: the line that no valid run from there includes
     for _, first, last in runs:
         if last > hopeless.get(first, len(lines)):
             continue
@@ -243,7 +243,7 @@ def _longest_run(text: str) -> str:
             return "\n".join(lines[first:last])
         line = getattr(fault, "lineno", None)
         if line and getattr(fault, "msg", "") == "invalid syntax":
-            # Nothing that goes on like this up to that line can be parsed.
+            # No run from the same line that includes the faulty line can be parsed.
             hopeless[first] = first + line - 1
         parsed += last - first
         if parsed > MAX_PARSED_LINES:

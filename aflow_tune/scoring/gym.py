@@ -1,7 +1,7 @@
-"""reasoning-gym's tasks: rows that it generates, scored by its own verifiers.
+"""Tasks of reasoning-gym: it generates the rows and its verifiers score the answers.
 
-The library is an optional extra. Its verifiers read some answers with `eval` or SymPy's
-`parse_expr`: they run in a child process where both evaluate plain mathematics only.
+The library is an optional extra. Its verifiers parse some answers with `eval` or SymPy's
+`parse_expr`, so they run in a child process in which both evaluate plain mathematics only.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from aflow_tune.scoring.types import Score
 
 PREFIX = "reasoning_gym:"
 CPU_SECONDS = 10  # processor time for one verification
-_GRID_TASKS = {"arc_agi", "rearc"}  # they compare grids as tuples, which JSON does not have
+_GRID_TASKS = {"arc_agi", "rearc"}  # they compare grids of tuples, which JSON turns into lists
 _CHILD = AskedProcess("aflow_tune.scoring.gym", "reasoning-gym", CPU_SECONDS)
 
 
 def require_task(name: str) -> None:
-    """Raises BadInput: the library is not there, or does not know the task."""
+    """Raises BadInput: the library is not installed, or has no such task."""
     title, where = "This task of reasoning-gym cannot be used", f"benchmark {PREFIX}{name}"
     if importlib.util.find_spec("reasoning_gym") is None:
         fix = "pip install 'aflow-tune[reasoning]'"
@@ -43,7 +43,7 @@ def task_names() -> tuple[str, ...]:
 
 
 def make_rows(task: str, size: int, seed: int = 0, **settings: Any) -> list[dict[str, Any]]:
-    """`size` rows of a task: `question`, `answer`, `metadata`; the same for the same seed."""
+    """`size` rows with `question`, `answer`, `metadata`; equal for equal seeds. Raises BadInput."""
     require_task(task)
     import reasoning_gym
 
@@ -51,13 +51,13 @@ def make_rows(task: str, size: int, seed: int = 0, **settings: Any) -> list[dict
 
 
 def score_published(task: str, answer: str, row: Mapping[str, Any]) -> Score:
-    """The verifier's score. Raises Undecided: it took too long; QuestionFailed: it raised."""
+    """The verifier's score, clipped to [0, 1]. Raises as `AskedProcess.ask`."""
     value = min(1.0, max(0.0, float(_CHILD.ask(task, answer, dict(row)))))
     return Score(value, "" if value == 1 else "the verifier of reasoning-gym says so")
 
 
 def score_strict(task: str, answer: str, row: Mapping[str, Any]) -> Score:
-    """1 where the verifier gives its full score, else 0."""
+    """1 if the verifier gives its full score, else 0. Raises as `score_published`."""
     score = score_published(task, answer, row)
     return score if score.value == 1 else Score(0.0, score.reason)
 

@@ -1,16 +1,16 @@
-# ruff: noqa: RUF001 (the characters that answers are written with)
-r"""Scoring answers that are mathematics, MATH's, by both rules of docs/scoring.md.
+# ruff: noqa: RUF001 (characters that occur in answers)
+r"""Scores mathematical answers (MATH) by both rules of docs/scoring.md.
 
-The strict rule brings both sides into one spelling (`plain_spelling`) and reads what they consist
-of (`read`): one value as a text, or a tuple of a kind and what belongs to it: `("list", ...)` in
-any order; `("()", a, b)`, `("[)", ...)` and so on, a tuple or an interval; `("union", ...)` of
-intervals; `("named", name, reading)` for `x = 5`; `("assigned", named, ...)`, values of several
-unknowns, sorted by name; `("same", ...)`, sides of an equation without an unknown, all of which
-must be the value. Two are equal as text without spaces, or by math-verify, value by value.
+The strict rule normalises the spelling of both sides (`plain_spelling`) and parses each (`read`)
+into one value as a text, or a tuple of a kind and its parts: `("list", ...)` in any order;
+`("()", a, b)`, `("[)", ...)` and so on, a tuple or an interval; `("union", ...)` of intervals;
+`("named", name, reading)` for `x = 5`; `("assigned", named, ...)`, values of several unknowns,
+sorted by name; `("same", ...)`, sides of an equation without an unknown, all of which must equal
+the value. Values are equal as text without spaces, or by math-verify.
 
 The published rule (benchmarks/math.py of the public AFlow code): equal texts; or numbers within
 1e-3; or equal by SymPy after `parse_latex`, or `parse_expr` where that fails. An answer such as
-`9^{9^{9^{9}}}` computes for ever, so each rule asks a process that may be lost.
+`9^{9^{9^{9}}}` never finishes, so each rule compares in a child process with limits.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from aflow_tune.scoring.types import RIGHT, CannotScore, Score, wrong
 Reading = str | tuple[Any, ...]
 VERIFY_SECONDS = 3  # processor time for one question to math-verify
 _VERIFY = AskedProcess("aflow_tune.scoring.mathematics", "math-verify", VERIFY_SECONDS, "strict")
-MAX_ANSWER_CHARACTERS = 400  # what is longer is no final answer
-MAX_BOXES = 20  # more that differ as texts are several answers
+MAX_ANSWER_CHARACTERS = 400  # a longer box is not a final answer
+MAX_BOXES = 20  # more boxes with different texts are several answers
 _SENTENCE_END = re.compile(r"(?<!\d)[.!?]\s+")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
 _CHOICE = r"\b(?:or|either)\b|\\(?:lor|vee)\b|[|]{1,2}(?=\s*[\d\\])"
@@ -45,13 +45,13 @@ _RELATION = re.compile(
     r"=|[<>≤≥≈≠]|\\(?:n?eq(?:uiv)?|approx|sim(?:eq)?|cong|leq?|geq?|ne|lt|gt|in|to|iff)(?![a-zA-Z])"
     r"|\\(?:Right|right|Long)\w*arrow"
 )
-# But 3 1/2 and 3 \frac12 are one number.
+# 3 1/2 and 3 \frac12 do not match: they are one number.
 _SIDE_BY_SIDE = re.compile(r"\d\s+-?\d+(?!\s*/|[\d.]*\s*/)")
 _BASE = re.compile(r"(?<=\d)_\{?\s*(\w+)")
 
 
 def final_answer(text: str) -> str:
-    """What the published rule takes for the answer: the last box, else the last sentence."""
+    """The answer by the published rule: the last box, else the last sentence."""
     boxes = shallow_boxed(text)
     if boxes:
         return boxes[-1].strip()
@@ -60,7 +60,7 @@ def final_answer(text: str) -> str:
 
 
 def score_published(answer: str, solution: str) -> Score:
-    """1 if the final answers are equal. Raises Undecided: the comparison took too long."""
+    """1 if the final answers are equal, else 0. Raises as `published_equal`."""
     given, expected = final_answer(answer), final_answer(solution)
     if published_equal(given, expected):
         return RIGHT
@@ -68,8 +68,8 @@ def score_published(answer: str, solution: str) -> Score:
 
 
 def score_strict(answer: str, solution: str) -> Score:
-    """1 if the boxed answers equal those of the reference, which may be a bare answer. Raises
-    CannotScore: the reference is empty; Undecided: the comparison took too long."""
+    """1 if the boxed answers equal those of the reference, which may also be a bare answer, else 0.
+    Raises CannotScore: the reference is empty; else as `equal_answers`."""
     expected: list[str] = []
     for box in map(plain_spelling, boxed_answers(solution) or [solution]):
         if not any(equal_answers(box, other) for other in expected):
@@ -94,7 +94,7 @@ def score_strict(answer: str, solution: str) -> Score:
 
 
 def _fault(answer: str, truth: str) -> str:
-    """Why an answer is not the reference's, both in one spelling; empty where it is."""
+    """Why an answer differs from the reference, both in plain spelling; empty if it does not."""
     given, expected = read(answer), read(truth)
     if open_choice := _open_choice(answer, given, truth, expected):
         return open_choice
@@ -103,7 +103,7 @@ def _fault(answer: str, truth: str) -> str:
 
 
 def _open_choice(answer: str, given: Reading, truth: str, expected: Reading) -> str:
-    """How the answer leaves open what the reference does not; empty if it does not."""
+    """How the answer leaves open what the reference settles; empty if it does not."""
     answer, truth = (_TEXT.sub(r" \1 ", text) for text in (answer, truth))
     if not _is_several(expected):
         for reason, pattern in _OPEN.items():
@@ -157,7 +157,7 @@ _REALS = ("()", "-" + _INFINITY, _INFINITY)
 
 
 def read(text: str) -> Reading:
-    """The reading of an answer in the spelling of `plain_spelling`."""
+    """The reading of an answer in plain spelling (see the module)."""
     pieces, cuts = _cut(_TEXT_LIST.sub(r" \1 ", text), _SEPARATOR)
     entries = [_entry(piece) for piece in pieces if piece]
     if len(entries) < 2:
@@ -196,7 +196,7 @@ def _entry(text: str) -> Reading:
 
 
 def _group(text: str) -> Reading:
-    """A bracketed whole, `\\{1,2\\}` or `(1,2]`; anything else is a value."""
+    """The reading of a set, tuple or interval, `\\{1,2\\}` or `(1,2]`; other texts are values."""
     opening = re.match(r"\\\{|[(\[{]", text)
     closing = re.search(r"(?:\\\}|[)\]}])$", text)
     if opening is None or closing is None or closing.start() < opening.end():
@@ -223,7 +223,7 @@ def _group(text: str) -> Reading:
 
 
 def _equation(sides: list[str]) -> Reading:
-    """The value of what its left side names, or sides that have to be the same value."""
+    """The reading of `x = 5` as a named value, or of sides that must all have one value."""
     if len(sides) == 2 and _NAME.fullmatch(sides[1]) and not _NAME.fullmatch(sides[0]):
         sides = sides[::-1]
     values = [_entry(side) for side in sides]
@@ -234,7 +234,7 @@ def _equation(sides: list[str]) -> Reading:
 
 
 def _inequality(sides: list[str], relations: list[str]) -> Reading | None:
-    """The interval of `a < x \\le b`, `x > a`, `a > x`; None if it is of no single unknown."""
+    """The interval of `a < x \\le b`, `x > a`, `a > x`; None if it does not bound one unknown."""
     if any(relation == "\\ne" for relation in relations):
         if len(sides) != 2 or not _NAME.fullmatch(sides[0]):
             return None
@@ -267,7 +267,7 @@ def _between(entries: list[Reading]) -> Reading | None:
 
 
 def value_of(entry: Reading) -> Reading:
-    """Without the name of the unknown, if it has one."""
+    """The reading without the name of its unknown, if it has one."""
     return entry[2] if kind_of(entry) == "named" else entry
 
 
@@ -277,7 +277,7 @@ def _flat(items: list[Reading]) -> Reading:
 
 
 def _cut(text: str, separator: str) -> tuple[list[str], list[str]]:
-    """The pieces between separators that stand in no brackets, and these separators."""
+    """The pieces between separators outside of brackets, and these separators."""
     pieces, cuts, depth, start = [], [], 0, 0
     for found in re.finditer(rf"(?P<cut>{separator})|{_BRACKETS}", text):
         if found["open"]:
@@ -307,8 +307,8 @@ _ROOT = re.compile(
 )
 _OVERLINED = re.compile("((?:\\d[\u0304\u0305])+)")
 
-# Commands that only space or size what stands around them. A line of a matrix ends in two
-# backslashes, the second of which begins no command.
+# Commands that only change spacing or size. The second of the two backslashes that end a line of
+# a matrix does not begin a command.
 _SPACING = re.compile(
     r"(?<!\\)\\(?:[,;:> ]|(?:q?quad|en(?:space|skip)|(?:thin|med|thick)space|hfill"
     r"|neg(?:thin|med|thick)space|displaystyle|textstyle|[bB]igg?[lrm]?)(?![a-zA-Z])"
@@ -332,7 +332,7 @@ _SAME = (
     (re.compile(r"(?<!\\)%"), r"\\%"),
     (re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?!\d)"), r"\1\\frac{\2}{\3}"),
     (re.compile(rf"\\d?frac\s*\{{\s*{_UNIT}\s*\}}\s*\{{\s*{_UNIT}\s*\}}"), ""),
-    (re.compile(r"(?<=\d)\{,\}(?=\d)"), "."),  # what is left of them is a decimal comma
+    (re.compile(r"(?<=\d)\{,\}(?=\d)"), "."),  # no thousands separator: a decimal comma
 )
 _REPEATING = (
     re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))"),
@@ -369,7 +369,7 @@ def _without_unicode(text: str) -> str:
             spelled.append(rf"\frac{{{over}}}{{{under}}}" if under else character)
         elif mark := _MARKS.get(tag):
             raised = _without_unicode(chr(int(codes, 16)))
-            # Digits that are raised one by one stand in one exponent.
+            # Digits that are raised one by one are one exponent.
             before = spelled.pop()[:-1] if spelled[-1:] and spelled[-1][0] == mark else mark + "{"
             spelled.append(f"{before}{raised}}}")
         else:
@@ -389,7 +389,7 @@ def _without_unicode(text: str) -> str:
 
 
 def _joined(found: re.Match[str]) -> str:
-    """A number with thousands apart in one piece; `(100,200)` are two numbers, and stay so."""
+    """A number without its thousands separators; `(100,200)` stays two numbers."""
     text, start = found.string, found.start()
     bare = re.fullmatch(r"[\d,]+", found[0])
     opened = sum(text.count(one, 0, start) for one in "([{")
@@ -410,9 +410,9 @@ def _as_fraction(found: re.Match[str]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def equal_answers(answer: Reading, truth: Reading) -> bool:
-    """Whether `answer` equals `truth`, as text without spaces or by math-verify; both as text
-    without delimiters, or as what `read` gave. Raises Undecided: the comparison took more than
-    `VERIFY_SECONDS`, or too much memory; QuestionFailed: math-verify raised an exception."""
+    """Whether `answer` equals `truth`, as text without spaces or by math-verify. Both are texts
+    without delimiters, or results of `read`. Raises Undecided: the comparison took more than
+    `VERIFY_SECONDS`, or its process died; QuestionFailed: math-verify raised an exception."""
     if answer == truth or _letters(answer) == _letters(truth):
         return True
     return bool(_VERIFY.ask(answer, truth))
@@ -439,12 +439,12 @@ def _serve_strict() -> None:
         if _letters(answer) == _letters(truth):
             return True
         if ("\\infty" in answer) != ("\\infty" in truth):
-            return False  # whether SymPy takes 22 oo - 42 for 0 depends on its order of hashes
+            return False  # whether SymPy takes 22 oo - 42 for 0 depends on hash order
         return bool(verify(expression(truth), expression(answer), timeout_seconds=None))
 
     def equal(answer: Reading, truth: Reading) -> bool:
         if isinstance(answer, str) and isinstance(truth, str):
-            # A percent sign may be left out or be counted in: 12% is 12, and is 0.12.
+            # A percent sign may be omitted or applied: 12% equals 12 and 0.12.
             stripped = [text.strip() for text in (answer, truth)]
             bare = [text.removesuffix("\\%").rstrip() for text in stripped]
             signed = [text != left for text, left in zip(stripped, bare, strict=True)]
@@ -458,7 +458,7 @@ def _serve_strict() -> None:
             sides = [answer[2], truth[2]]
             equations = [f"{one[1]} = {one[2]}" for one in (answer, truth)]
             return all(isinstance(side, str) for side in sides) and same_value(*equations)
-        if "named" in kinds:  # a value without a name is that of the name asked for
+        if "named" in kinds:  # a value without a name matches any name
             return equal(*(one[2] if kind_of(one) == "named" else one for one in (answer, truth)))
         if kinds[0] == "same":
             return all(equal(side, truth) for side in answer[1:])
@@ -488,7 +488,7 @@ _SYMPY = AskedProcess("aflow_tune.scoring.mathematics", "SymPy", SYMPY_SECONDS, 
 
 @functools.lru_cache(maxsize=4096)
 def published_equal(answer: str, truth: str) -> bool:
-    """Whether `answer` equals `truth`. Undecided: more than `SYMPY_SECONDS` or too much memory."""
+    """Whether `answer` equals `truth`. Raises Undecided: it took more than `SYMPY_SECONDS`."""
     if answer == truth:
         return True
     given, expected = as_number(answer), as_number(truth)
@@ -498,7 +498,7 @@ def published_equal(answer: str, truth: str) -> bool:
 
 
 def as_number(text: str) -> float | None:
-    """What Python's `float` reads, thousands separators and a percent sign allowed."""
+    """The number, commas removed, divided by 100 if it ends with `%`; None if it is not one."""
     text = text.replace(",", "")
     percent = text.endswith("%")
     try:

@@ -1,7 +1,7 @@
-r"""Scoring answers that are one number, GSM8K's; and finding the `\boxed{...}` of an answer.
+r"""Scores answers that are one number (GSM8K), and finds the `\boxed{...}` of an answer.
 
 published (benchmarks/gsm8k.py of the public AFlow code): the last number of the text, thousands
-separators removed, within 1e-6 of the reference's. strict: docs/scoring.md has what it refuses.
+separators removed, within 1e-6 of the reference's. strict: docs/scoring.md lists what it refuses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PUBLISHED = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?")
 _NUMBER = re.compile(
     r"(?:(?<![\w)\]}])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
 )
-# Repetitions that could take each other's characters have bounds: no text takes long to read.
+# Bounded repetitions: no text can make the search backtrack for long.
 _OPENING = r"[\s:=*_$\\({\[]{0,40}(?P<number>" + _NUMBER.pattern + ")"
 _MARKED = re.compile("####" + _OPENING)
 _DECLARED = re.compile(
@@ -50,7 +50,7 @@ def published_number(text: str) -> float | None:
 
 
 def score_published(answer: str, reference: str) -> Score:
-    """1 if the last number is the reference's. CannotScore: the reference has no number."""
+    """1 if the last numbers are equal, else 0. Raises CannotScore: the reference has none."""
     expected = published_number(reference)
     if expected is None:
         raise CannotScore(f"a reference without a number: {reference[-200:]!r}")
@@ -58,8 +58,8 @@ def score_published(answer: str, reference: str) -> Score:
 
 
 def score_strict(answer: str, reference: str) -> Score:
-    """1 if the one number that the answer settles on is the reference's. CannotScore: the reference
-    has none after its `####`."""
+    """1 if the one number that the answer settles on is the reference's, else 0. Raises
+    CannotScore: the reference has no number (after its `####`, if it has one)."""
     expected = last_number(reference.rpartition("####")[2])
     if expected is None:
         raise CannotScore(f"a reference without a number: {reference[-200:]!r}")
@@ -73,7 +73,7 @@ def score_strict(answer: str, reference: str) -> Score:
 
 
 def _open_candidates(text: str, boxes: list[str]) -> str:
-    """Why the text does not settle on one number; empty where it does."""
+    """Why the text does not settle on one number; empty if it does."""
     declared = _declared(text)
     if boxes:
         settled = {_value(number) for box in boxes for number in _NUMBER.findall(box)}
@@ -93,8 +93,8 @@ def _open_candidates(text: str, boxes: list[str]) -> str:
         doubted = " ".join(part for part in sentences if _DOUBT.search(part))
         if len({_value(number) for number in _NUMBER.findall(doubted)}) > 1:
             return "several candidates in doubt"
-    # Numbers at the end, not all equal, with nothing but separators between: two make a list where
-    # a comma, a slash or a word stands between, else three.
+    # Numbers at the end, not all equal, with only separators between them, are a list: from two
+    # on if a comma, a slash or a word separates them, else from three on.
     numbers = list(_NUMBER.finditer(text))
     entries, separated = [numbers[-1]], False
     for number in reversed(numbers[:-1]):
@@ -109,14 +109,14 @@ def _open_candidates(text: str, boxes: list[str]) -> str:
 
 
 def _declared(text: str) -> set[float]:
-    """The numbers that the text calls its answer: after `####` where it has that, or in words."""
+    """The numbers that the text declares as its answer: after `####` if present, else in words."""
     marked = {_value(match["number"]) for match in _MARKED.finditer(text)}
     if marked:
         return marked
     return {
         _value(match["number"])
         for match in _DECLARED.finditer(text)
-        # 'the answer is 5 * 3 = 15' declares what stands at its end.
+        # 'the answer is 5 * 3 = 15' declares 15.
         if "=" not in _SENTENCE_END.split(text[match.end() : match.end() + 500], maxsplit=1)[0]
     }
 
@@ -135,7 +135,7 @@ def _value(number: str) -> float:
 
 # Boxes
 
-# One level of braces inside, as in the public AFlow code: deeper ones are not found there.
+# At most one level of braces inside, as in the public AFlow code.
 _SHALLOW = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 
 
@@ -146,13 +146,13 @@ def boxed(text: str) -> str | None:
 
 
 def boxed_if_asked(value: str, task: str) -> str:
-    r"""The value in a `\boxed{}` where the task asks for one and the value has none."""
+    r"""The value in a `\boxed{}` if the task asks for one and the value has none."""
     asked = "\\boxed" in task and "\\boxed" not in value
     return f"\\boxed{{{value}}}" if asked else value
 
 
 def boxed_answers(text: str) -> list[str]:
-    r"""The contents of all boxes in order, boxes around boxes and unclosed ones left out."""
+    r"""The contents of all boxes in order; an unclosed box, or one around others, is left out."""
     contents = [_content(rest) for rest in text.split("\\boxed")[1:]]
     return [content for content in contents if content is not None]
 

@@ -1,8 +1,8 @@
-"""Scoring short textual answers, HotpotQA's and DROP's: token F1, published and strict.
+"""Scores short textual answers (HotpotQA, DROP) by token F1, published and strict.
 
-Both rules, and why hedging does not pay by the strict one: docs/scoring.md. Numbers must be the
-reference's: the number rule of DROP's own metric (Dua et al. 2019) in both directions. 'yes', 'no'
-and 'noanswer' count only alone (hotpot_evaluate_v1.py, Yang et al. 2018).
+docs/scoring.md describes both rules, and why hedging does not pay by the strict one. There the
+numbers must be exactly the reference's: the number rule of DROP's metric (Dua et al. 2019) in both
+directions; 'yes', 'no' and 'noanswer' count only alone (hotpot_evaluate_v1.py, Yang et al. 2018).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CLOSED = {"yes", "no", "noanswer"}
 _CHOICE = re.compile(r"\b(?:or|either)\b", re.IGNORECASE)
-# But No. 2 is a number.
+# `no` does not match before a number: No. 2 is a number.
 _DENIAL = re.compile(
     r"\b(?:not|never|neither|nor|none|nobody|nothing|cannot|without|except|excluding|unlike|but"
     r"|instead|rather|\w+n['\u2019]t|no(?!\.?\s*\d))\b",
     re.IGNORECASE,
 )
-# Neither the comma of 40,000 nor the point of D. J. or 1.5; a hyphen only between blanks.
+# Not the comma of 40,000 or the point of D. J. or 1.5; a hyphen only between spaces.
 _BETWEEN = re.compile(
     r"(?<!\d),|,(?!\d)|[;/|\\(){}\[\]&+<>=\u2013\u2014\u2192\u2022\n]|\s[-~*]\s|[!?](?=\s)"
     r"|(?<=[^\W\d_]{4})\.(?=\s)|\b(?:and|or|nor|vs|versus|alternatively|otherwise|else|plus|also)\b",
@@ -42,7 +42,7 @@ def normalised(text: str) -> str:
 
 
 def token_f1(answer: str, reference: str) -> float:
-    """F1 of the normalised tokens as multisets, in [0, 1]; 0 where nothing is shared."""
+    """F1 of the normalised tokens as multisets, in [0, 1]; 0 if they share none."""
     given, expected = normalised(answer).split(), normalised(reference).split()
     shared = sum((Counter(given) & Counter(expected)).values())
     if not shared:
@@ -57,20 +57,20 @@ def hotpotqa_published(answer: str, reference: str) -> Score:
 
 
 def hotpotqa_strict(answer: str, reference: str) -> Score:
-    """F1 against the one reference by the strict rule. CannotScore: the reference is empty."""
+    """The strict score against the one reference. Raises CannotScore: the reference is empty."""
     if not reference.strip():
         raise CannotScore("an empty reference")
     return _strict(answer, reference)
 
 
 def drop_published(answer: str, references: str) -> Score:
-    """The best F1 of a part of the answer against a reference; both are split at `|`."""
+    """The best F1 of any part and any reference, split at `|`. Raises CannotScore: no reference."""
     parts = answer.split("|")
     return _score(max(token_f1(part, ref) for ref in split(references) for part in parts))
 
 
 def drop_strict(answer: str, references: str) -> Score:
-    """The best of the whole answer and of its parts, which must be a reference each."""
+    """The worst part's score, each against its own reference; the better of two ways to split."""
     expected = split(references)
     whole = [part for part in answer.split("|") if part.strip()]
     if not whole:
@@ -81,7 +81,7 @@ def drop_strict(answer: str, references: str) -> Score:
 
 
 def _parts(parts: list[str], references: list[str]) -> Score:
-    """The worst part's best score, each against a reference that no other part has taken."""
+    """The lowest score of the parts, each against the best reference that is still free."""
     left, worst = list(references), RIGHT
     for part in parts:
         if not left:
@@ -93,7 +93,7 @@ def _parts(parts: list[str], references: list[str]) -> Score:
 
 
 def split(references: str) -> list[str]:
-    """The references of a DROP row that are not blank. Raises CannotScore: there is none."""
+    """The references of a DROP row that are not blank. Raises CannotScore: all are blank."""
     found = [part for part in references.split("|") if part.strip()]
     if not found:
         raise CannotScore("an empty reference")
@@ -118,11 +118,11 @@ def _strict(answer: str, reference: str) -> Score:
     naming, wanted = _naming(answer), _naming(reference)
     pieces, left = _pieces(answer), wanted.copy()
     if len(pieces) > len(_pieces(reference)):
-        for piece in pieces:  # one that was said before has nothing left to share
+        for piece in pieces:  # a repeated one finds nothing left to share
             if not (shared := _naming(piece) & left):
                 return wrong("a list of candidates")
             left -= shared
-    # F1 of the shared words alone, times their part of the answer's words that name something.
+    # Precision of the words that name something, times the F1 of the shared words alone.
     both = (naming & wanted).total()
     recall = both / wanted.total() if both else 0.0
     return _score(min(f1, both / naming.total() * 2 * recall / (1 + recall) if both else 0.0))
@@ -134,7 +134,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def _naming(text: str) -> Counter[str]:
-    """The tokens that name something; all where none does."""
+    """The tokens that name something; all tokens if none does."""
     tokens = normalised(text).split()
     return Counter([token for token in tokens if token not in _NAMES_NOTHING] or tokens)
 

@@ -1,8 +1,8 @@
-"""What rewards are built from: their settings, weighted parts, the two shipped sums of parts.
+"""Computes rewards: their settings, weighted parts, and the two rewards that ship with the package.
 
-`five_part` asks whether an answer is right, cheap, simple, well formed and terse; `agent_reward`
-looks at the tools that an agent called. Each part is a number in [0, 1], or None: not known, so
-that its weight falls to the others. An answer that cannot be scored has no reward (`Unscored`).
+`five_part` rewards a correct, cheap, simple, well-formed answer without repetition; `agent_reward`
+rewards the right use of tools. Each part is in [0, 1], or None if unknown; then its weight is
+spread over the others. An answer that cannot be scored has no reward (`Unscored`).
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ WEIGHTS = {
     "five_part": ("correctness", "efficiency", "simplicity", "format", "repetition"),
     "agent": ("completion", "accuracy", "efficiency", "timing", "format"),
 }
-"""The weights of each reward's section, in the order of its parts."""
+"""The names of each reward's weights in its section, in the order of its parts."""
 _POSITIVE = ("usd_limit", "token_limit", "seconds_limit", "operator_limit", "optimal_steps")
 _PENALTIES = ("wrong_tool", "redundant_call", "format_error", "time_out")
 
 
 class Unscored(RuntimeError):
-    """An answer could not be scored, so it has no reward: the run counts as failed."""
+    """An answer could not be scored, so it has no reward: the rollout counts as failed."""
 
 
 def reward_settings() -> RewardsSection:
-    """The `rewards` section of the current run's configuration, or the defaults."""
+    """The `rewards` section of the current rollout, or the defaults outside of one."""
     run = current_rollout()
     return RewardsSection() if run is None or run.rewards is None else run.rewards
 
 
 def reward_faults(settings: RewardsSection) -> Iterable[Fault]:
-    """What is wrong with a `rewards` section. `where` is the key path."""
+    """What is wrong with a `rewards` section; each fault's `where` is the key."""
     for reward, names in WEIGHTS.items():
         section, key = getattr(settings, reward), f"rewards.{reward}"
         weights = [getattr(section, name) for name in names]
@@ -73,7 +73,7 @@ def reward_faults(settings: RewardsSection) -> Iterable[Fault]:
 
 
 def benchmark_of(row: Mapping[str, Any]) -> Benchmark:
-    """The benchmark of a row: its field `benchmark`, or `rewards.benchmark`. Raises BadInput."""
+    """The benchmark of a row: its field `benchmark`, else `rewards.benchmark`. Raises BadInput."""
     name = row.get("benchmark") or reward_settings().benchmark
     if name is None:
         title = "A row without a benchmark cannot be scored."
@@ -83,12 +83,12 @@ def benchmark_of(row: Mapping[str, Any]) -> Benchmark:
 
 
 def logged(scores: Mapping[Rule, Score]) -> dict[str, float]:
-    """The scores by both rules as metrics; what is unscored is left out."""
+    """The scores by both rules as metrics, without those that are unscored."""
     return {rule: score.value for rule, score in scores.items() if score.value is not None}
 
 
 def weighted(parts: Mapping[str, float | None], weights: Mapping[str, float]) -> float:
-    """The weighted mean of the parts that are known. Raises Unscored: none is known."""
+    """The weighted mean of the known parts. Raises Unscored: none with a weight is known."""
     known = {name: value for name, value in parts.items() if value is not None}
     total = sum(weights[name] for name in known)
     if total <= 0:
@@ -104,7 +104,7 @@ def scored(score: Score) -> float:
 
 
 def text_of(response: Any) -> str:
-    """What a workflow returned, a text or an AgentScope message, as text. Raises TypeError."""
+    """A workflow's result (None, a text or an AgentScope message) as text. Raises TypeError."""
     if response is None or isinstance(response, str):
         return response or ""
     if hasattr(response, "get_text_content"):
@@ -126,7 +126,7 @@ class Usage:
 
     @classmethod
     def of(cls, trace: Trace) -> Usage:
-        """The sums over a trace; seconds from the first event's start to the last one's end."""
+        """The totals of a trace; seconds from the first event's start to the last one's end."""
         calls = [call for call in trace.of(ModelCall) if call.failure is None]
         tokens = [n for call in calls for n in (call.prompt_tokens, call.completion_tokens)]
         ends = [event.started + event.seconds for event in trace.events]
@@ -141,7 +141,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class FivePart:
-    """The reward, and its parts in [0, 1] by name; None for a part that is not known."""
+    """The reward, and its parts in [0, 1] by name; None for an unknown part."""
 
     reward: float
     parts: Mapping[str, float | None]
@@ -157,14 +157,14 @@ def five_part(
     settings: FivePartSection | None = None,
     form: str = r"\S",
 ) -> FivePart:
-    """The reward of an answer: 0 of the weighted sum is `lowest`, 1 is `highest`; with the defaults
-    20 * sum - 10. The parts, with left(x) = max(0, 1 - x / limit):
+    """The reward of an answer: lowest + (highest - lowest) * weighted mean of the parts; with the
+    defaults 20 * mean - 10. The parts, with left(x) = max(0, 1 - x / limit):
 
-    - correctness: `score`, held within [0, 1].
-    - efficiency: left(money), else left(tokens), else None.
-    - simplicity: the mean of left(time) and left(number of operator calls).
+    - correctness: `score`, clipped to [0, 1].
+    - efficiency: left(cost), left(tokens) if the cost is unknown, None if both are.
+    - simplicity: the mean of left(seconds) and left(number of operator calls).
     - format: 1 if the regular expression `form` is found in the answer, else 0.
-    - repetition: the share of runs of four words, without case, that do not repeat one before.
+    - repetition: distinct word 4-grams / all of them, without case; 1 for fewer than four words.
     """
     chosen = settings or FivePartSection()
     words = answer.lower().split()
@@ -188,7 +188,7 @@ def five_part(
 
 
 def total(values: Sequence[N | None]) -> N | None:
-    """The sum; None where there is none, or one of them is not known."""
+    """The sum; None if there are no values or one of them is unknown."""
     known = [value for value in values if value is not None]
     return sum(known[1:], known[0]) if known and len(known) == len(values) else None
 
@@ -210,11 +210,11 @@ def agent_reward(
     optimal_steps: int | None = None,
     settings: AgentRewardSection | None = None,
 ) -> tuple[float, dict[str, float]]:
-    """The reward of an agent's run, and each part and penalty as the metric `agent/NAME`.
+    """The reward of an agent's rollout, and each part and penalty as the metric `agent/NAME`.
 
-    Weighted parts in [0, 1], less a penalty for each wrong tool call, redundant call and format
-    error, and for a time-out; at least `settings.lowest`. `completion` is in [0, 1], `wanted` the
-    tools that the task wants; `steps` are the model's answers, with tool calls and without.
+    The weighted mean of parts in [0, 1], minus a penalty for each wrong tool call, redundant call
+    and format error, and for a time-out; at least `settings.lowest`. `wanted` are the tools that
+    the task needs; `steps` counts the model's responses, with tool calls or without.
     """
     chosen = settings or AgentRewardSection()
     called = [call.name for call in calls]
@@ -238,7 +238,7 @@ def agent_reward(
 
 
 def tool_accuracy(called: Sequence[str], wanted: Sequence[str]) -> float:
-    """F1 of the set of tools called against the set wanted; where none was wanted, 1.0 if none was
+    """F1 of the set of tools called against the set wanted; if none was wanted, 1.0 if none was
     called, else 0.5."""
     given, expected = set(called), set(wanted)
     if not expected:
@@ -252,13 +252,13 @@ def efficiency(steps: int, optimal_steps: int) -> float:
 
 
 def timing(called: Sequence[str], wanted: Sequence[str]) -> float:
-    """1 if a tool was called and one was needed, or neither; else 0. Never seconds."""
+    """1 if a tool was called and one was wanted, or neither; else 0. Durations do not count."""
     return float(bool(called) == bool(wanted))
 
 
 def redundant_calls(calls: Sequence[ToolCall], wanted: Sequence[str]) -> list[str]:
-    """Calls of wanted tools that repeat one before, name and arguments, more often than `wanted`
-    names the tool."""
+    """The names of wanted tools, once for each call that repeats an earlier one (name, arguments)
+    more often than `wanted` lists the tool."""
     allowed, seen = Counter(wanted), Counter[str]()
     repeats = []
     for call in calls:
@@ -270,7 +270,7 @@ def redundant_calls(calls: Sequence[ToolCall], wanted: Sequence[str]) -> list[st
 
 
 def target_tools(value: Any) -> list[str]:
-    """The names in a row's `target_tools`: a list, a JSON list as text, or names and commas."""
+    """The names in a row's `target_tools`: a list, a JSON list as text, or comma-separated text."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.lstrip().startswith("[") else value.split(",")

@@ -1,5 +1,5 @@
-"""Rows of the benchmarks from a local file or the hub, in the form of AFlow's data, to which hub
-data sets of another form are mapped."""
+"""Reads rows of the benchmarks from a local file or the hub. Hub data sets are mapped to the form
+of AFlow's data."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from aflow_tune.errors import BadInput, Fault
 
 Row = Mapping[str, Any]
-MAX_FAULTS = 20  # of one file that are listed
+MAX_FAULTS = 20  # listed for one file
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """Where a benchmark lies on the hub. `to_row` gives our form of one of its rows."""
+    """Where a benchmark is on the hub. `to_row` maps one of its rows to our form."""
 
     path: str
     config: str | None
@@ -27,8 +27,8 @@ class HubSource:
 
 
 def read_jsonl(path: Path, fields: Mapping[str, type]) -> list[dict[str, Any]]:
-    """All rows of a file with one JSON object a line; blank lines are skipped. Raises BadInput: it
-    cannot be read, or rows are no objects or lack one of `fields` in its type."""
+    """All rows of a file with one JSON object per line; blank lines are skipped. Raises BadInput:
+    it cannot be read, has no rows, or a row is not an object with `fields` of these types."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -61,7 +61,7 @@ def read_jsonl(path: Path, fields: Mapping[str, type]) -> list[dict[str, Any]]:
 
 
 def field_fault(place: str, row: Row, fields: Mapping[str, type]) -> Fault | None:
-    """What a row lacks of `fields`, or has in another type."""
+    """The first of `fields` that a row lacks or has in another type, as a fault."""
     lacking = [name for name in fields if row.get(name) is None]
     if lacking:
         found = f"no {', '.join(lacking)}, only {', '.join(map(repr, row)) or 'nothing'}"
@@ -78,7 +78,7 @@ _KINDS: dict[type, str] = {str: "a text in quotes", list: "a list", dict: "an ob
 
 
 def read_hub(source: HubSource, split: str | None = None) -> list[dict[str, Any]]:
-    """All rows of a hub data set, mapped to the local form. Fetches it, or uses the cache. Raises
+    """All rows of a hub data set, mapped to the local form; downloaded unless cached. Raises
     BadInput: it cannot be loaded."""
     import datasets
 
@@ -93,8 +93,8 @@ def read_hub(source: HubSource, split: str | None = None) -> list[dict[str, Any]
 
 
 def mbpp_row(row: Row) -> dict[str, Any]:
-    """google-research-datasets/mbpp, both its configurations. The function is the program's first
-    that the tests call; its first line joins the prompt, so that nobody has to guess its name."""
+    """google-research-datasets/mbpp, both configurations. The entry point is the first function of
+    the program that the tests call; its `def` line is added to the prompt, which lacks its name."""
     if "entry_point" in row:
         return dict(row)
     imports = [*row.get("test_imports", ()), *filter(None, [row.get("test_setup_code")])]
@@ -117,7 +117,7 @@ def mbpp_row(row: Row) -> dict[str, Any]:
 
 
 def hotpotqa_row(row: Row) -> dict[str, Any]:
-    """hotpotqa/hotpot_qa, which nests columns where the local form has pairs."""
+    """hotpotqa/hotpot_qa, which has parallel columns where the local form has pairs."""
     context, facts = row["context"], row["supporting_facts"]
     if not isinstance(context, Mapping):
         return dict(row)

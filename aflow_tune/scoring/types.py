@@ -1,4 +1,4 @@
-"""The vocabulary of the scoring room: a score, and the two rules that give one."""
+"""Types of the scoring package: a score, and the two rules that give one."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 Rule = Literal["strict", "published"]
-"""published: as the field's public code scores. strict: what training uses; resists hacking."""
+"""published: as AFlow's public code scores. strict: for training; resists reward hacking."""
 RULES: tuple[Rule, ...] = ("strict", "published")
 
 
 class CannotScore(ValueError):
-    """The reference cannot score anything: no number in it, no tests, no text."""
+    """The reference cannot be scored against: it has no number, no tests or no text."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """A value in [0, 1], or None for 'unscored': nothing is known about the answer then. `reason`
-    says why the value is not 1."""
+    """A value in [0, 1], or None for unscored, which says nothing about the answer. `reason` says
+    why the value is not 1."""
 
     value: float | None
     reason: str = ""

@@ -1,8 +1,8 @@
-"""Sweeps: the same configuration tried with other settings, one run folder a trial.
+"""`aflow-tune sweep`: trains the same configuration with different settings, one trial for each.
 
-A sweep is a folder beside the runs, with Optuna's study and a run folder for each trial, so that
-whatever works on runs works on trials. Optuna draws the settings and decides what is pruned; what
-a trial is, how it is started, stopped, resumed and scored is ours. A run knows nothing of sweeps.
+A sweep is a folder beside the runs, with Optuna's study and the run folders of its trials, so all
+commands for runs work on them. Optuna draws the settings and decides what is pruned; this package
+starts, stops, resumes and scores the trials. A run does not know that it belongs to a sweep.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for on the command line. `trials` None: all of a grid, else 20."""
+    """The arguments of the command. `trials` None: all of a grid, else 20."""
 
     config: Path
     space: Sequence[str]

@@ -1,20 +1,20 @@
-"""A sweep as it was asked for, checked: what is tried, where its folder is, what its trials are.
+"""The checked plan of a sweep: its search space, its folder, the settings of its trials.
 
-Everything that could be refused is refused before anything is started, by the code that
-`aflow-tune validate` uses: the configuration, every value alone, and of a small grid every
-combination. What is drawn at random is checked when it is drawn (`Plan.refusal`).
+The code of `aflow-tune validate` checks, before anything is started, the configuration, every value
+alone, and every combination of a small grid. Values drawn at random are checked when they are drawn
+(`Plan.refusal`).
 
-What decides a score is kept in `settings.json`: the second command of a sweep must mean the same.
+Settings that decide a score are kept in `settings.json`; a command that resumes must have the same.
 
-What is tried is for each key of the configuration a list of values or a range:
+The search space gives, for each key of the configuration, a list of values or a range:
 
     algorithm.repeat_times=4,8,16            these values
     model.temperature=0.6..1.0               any number between
     algorithm.optimizer.lr=log:1e-6..1e-4    any number between, evenly by its logarithm
     buffer.batch_size=int:2..16              any whole number between (log:int: by its logarithm)
 
-A file in YAML says the same, `key: [values]` or `key: range`. Values stay the text that was
-written, and reach the run as `key=text`: they are read exactly once, by the configuration.
+A YAML file has the same as `key: [values]` or `key: range`. Values are kept as text and reach the
+run as `key=text`, so only the configuration parses them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from aflow_tune.files import write_json
 from aflow_tune.sections import canonical, display
 from aflow_tune.sweeps import Request
 
-MOST_COMBINATIONS = 10_000  # of a grid: a list of all of them is kept
+MOST_COMBINATIONS = 10_000  # of a grid, which is held in memory as a list
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"((?:log:|int:)*)({_NUMBER})\.\.({_NUMBER})")
 _KEY = re.compile(r"[A-Za-z_][\w\-]*(?:[.\[][\w\-.\[\]]*)?")
@@ -52,7 +52,7 @@ _TITLE = "The space of the sweep cannot be read."
 
 @dataclass(frozen=True)
 class Axis:
-    """One key and what is tried for it. `where` names the item of the command line or of a file."""
+    """One key of the search space. `where`: its place on the command line or in a file."""
 
     key: str
     where: str
@@ -68,24 +68,24 @@ class Axis:
 
     @property
     def values(self) -> tuple[str, ...] | range | None:
-        """Every value; None of a range that cannot be counted."""
+        """Every value; None for a range of real numbers."""
         if isinstance(self.distribution, IntDistribution):
             return range(self.distribution.low, self.distribution.high + 1)
         return self.choices or None
 
     @property
     def probes(self) -> tuple[str, ...]:
-        """The values that can be looked at beforehand: all of a list, both ends of a range."""
+        """The values that are checked beforehand: all of a list, both ends of a range."""
         if isinstance(self.distribution, CategoricalDistribution):
             return self.choices
         return self.text(self.distribution.low), self.text(self.distribution.high)
 
     def text(self, value: Any) -> str:
-        """A value of the study as it stands behind `key=`."""
+        """A value of the study as text for `key=`."""
         return value if isinstance(value, str) else repr(value)
 
     def told(self) -> str:
-        """In the form that it is written in."""
+        """The values or range in the syntax of `--space`."""
         if self.choices:
             return ",".join(self.choices)
         whole = isinstance(self.distribution, IntDistribution)
@@ -97,8 +97,8 @@ def settings_of(values: Mapping[str, str]) -> list[str]:
 
 
 def grid(axes: Sequence[Axis], seed: int) -> list[dict[str, str]]:
-    """All combinations, in an order shuffled by `seed`. Raises BadInput: there are more than
-    `MOST_COMBINATIONS`, or a range that cannot be counted."""
+    """All combinations, shuffled by `seed`. BadInput: there are more than `MOST_COMBINATIONS`, or a
+    range of real numbers."""
     title = "There is no grid of this space."
     for axis in axes:
         if axis.values is None:
@@ -118,7 +118,7 @@ def grid(axes: Sequence[Axis], seed: int) -> list[dict[str, str]]:
 
 
 def parse_space(items: Sequence[str]) -> tuple[Axis, ...]:
-    """The axes that `--space` names. Raises BadInput: with every item that cannot be read."""
+    """The axes that `--space` names. BadInput: with every item that cannot be read."""
     axes: dict[str, Axis] = {}
     faults: list[Fault] = []
     for item in items:
@@ -143,7 +143,7 @@ def parse_space(items: Sequence[str]) -> tuple[Axis, ...]:
 
 
 def _lines(item: str, where: str) -> Iterator[tuple[str, str, str | list[str]]]:
-    """(key, where, a range or the texts of a list): of `key=what`, or of each line of a file."""
+    """(key, where, a range or a list of texts), of `key=...` or of each entry of a YAML file."""
     key, equals, text = item.partition("=")
     if equals:
         yield key.strip(), where, text
@@ -190,7 +190,7 @@ def _axis(key: str, where: str, said: str | list[str]) -> Axis:
                 expected = "LOW..HIGH with LOW below HIGH, above 0 for log:, whole for int:"
                 raise _unreadable(where, expected, f"{text}: {error}") from None
             return Axis(key, where, drawn)
-        # The parts between commas; commas in quotes and brackets do not count.
+        # Split at commas outside of quotes and brackets.
         source = f"[{text}]"
         try:
             said = _as_written(source, yaml.compose(source, Loader=yaml.SafeLoader))
@@ -211,11 +211,11 @@ STUDY_FILE = "study.sqlite"
 SETTINGS_FILE = "settings.json"
 ENDING = "-sweep"
 DEFAULT_TRIALS = 20
-MOST_CHECKED = 64  # combinations of a grid, beforehand; of a larger one each when it begins
+MOST_CHECKED = 64  # combinations of a grid beforehand; those of a larger grid when they start
 _OWN_KEYS = frozenset(
     ("project", "group", "name", "checkpoint_root_dir", "continue_from_checkpoint", "stages")
 )
-"""Where a sweep and its trials lie, and how they go on."""
+"""Set by the sweep itself: its folders, and resuming."""
 _DECIDE_HERE = (
     "budget.",
     "buffer.total_epochs",
@@ -225,14 +225,14 @@ _DECIDE_HERE = (
     "report.score",
     "trainer.total_steps",
 )
-"""Settings that a run may change when it is resumed, and that decide what its score is."""
+"""Settings that may change when a run is resumed, but decide its score."""
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep that may begin. `trials`: how many there will be. `first_report`: the training step
-    of a trial's first evaluation after it began to learn, about."""
+    """A sweep that passed all checks. `trials`: their number. `first_report`: about the training
+    step of a trial's first evaluation after step 0."""
 
     request: Request
     config: AflowConfig
@@ -254,18 +254,18 @@ class Plan:
         settings = [*self.request.overrides, *settings_of(values)]
         settings += [] if seed is None else [f"seed={seed}"]
         for key, text in (("group", group), ("name", self.run_name(number, seed))):
-            # Read as text, whatever it looks like.
+            # Quoted, so that YAML reads it as text whatever it looks like.
             settings.append(f"{key}={text if _PLAIN.fullmatch(text) else json.dumps(text)}")
         return [*settings, "continue_from_checkpoint=true"]
 
     def refusal(self, number: int, values: dict[str, str]) -> BadInput | None:
-        """Why a trial's settings would be refused by the run itself; None: they are fine."""
+        """Why a run would refuse a trial's settings; None: they are valid."""
         faults = validate(self.request.config, self.settings(number, self.seeds[0], values)).faults
         return BadInput("The configuration refuses these values.", faults) if faults else None
 
 
 def make_plan(request: Request, say: Callable[[str], None] = print) -> Plan:
-    """Check everything that can be checked; starts nothing. Raises BadInput: with every fault."""
+    """Check everything that can be checked; starts nothing. BadInput: lists the faults."""
     axes = parse_space(request.space)
     set_beside = [setting.partition("=")[0].strip() for setting in request.overrides]
     set_beside += ["seed"] if request.seeds else []
@@ -282,7 +282,7 @@ def make_plan(request: Request, say: Callable[[str], None] = print) -> Plan:
     report = validate(request.config, request.overrides)
     if report.config is None or report.faults:
         raise BadInput(f"The configuration {request.config} is refused as it is.", report.faults)
-    # Checking has filled a great deal in: the folder and the comparison want it as written.
+    # `validate` has filled in defaults; folder and comparison need the settings as written.
     config = load_config(request.config, request.overrides)
     parts = parts_of(config)[0]
     if not any(held_out for _, part in parts for _, _, held_out in user_tasksets(part)):
@@ -305,8 +305,8 @@ def make_plan(request: Request, say: Callable[[str], None] = print) -> Plan:
 
 
 def check_same(plan: Plan) -> None:
-    """Keep the sweep's settings in its folder, or compare with those that its study was made with.
-    Raises BadInput: with every setting that differs."""
+    """Write the sweep's settings into its folder; if its study exists, compare with those that it
+    was made with. BadInput: with every setting that differs, or the file cannot be read."""
     now, path = _decisive(plan), plan.folder / SETTINGS_FILE
     if not path.exists() or not (plan.folder / STUDY_FILE).exists():
         write_json(path, now)
@@ -331,8 +331,8 @@ def check_same(plan: Plan) -> None:
 
 
 def _decisive(plan: Plan) -> dict[str, Any]:
-    """What two commands of one sweep must have in common: every setting but the swept ones that
-    decides what is learned and how it is scored, and what of the command line does."""
+    """What all commands of one sweep must have in common: every setting and argument that decides
+    what is learned and how it is scored, except the swept settings."""
     request = plan.request
     swept = {canonical(axis.key) for axis in plan.axes}
     return {
@@ -356,7 +356,7 @@ def _refused_values(
     combinations: Sequence[dict[str, str]],
     say: Callable[[str], None],
 ) -> list[Fault]:
-    """Faults of the values alone, and of the combinations of a small grid."""
+    """Faults of single values; if there are none, of the combinations of a small grid."""
 
     def refused(values: dict[str, str]) -> list[Fault]:
         return validate(request.config, [*request.overrides, *settings_of(values)]).faults

@@ -1,9 +1,9 @@
-"""Optuna's side of a sweep: what is tried next, what is pruned, and the record in SQLite.
+"""Optuna's part of a sweep: which settings are next, which trials are pruned, the SQLite record.
 
-The study asks and is told; nothing runs inside of Optuna. A trial that is RUNNING in the study has
-not ended: this or the next command goes on with it. The score is maximised. Samplers are made anew
-for every trial from the sweep's seed and the trial's number, so that a resumed sweep does not draw
-the same settings twice; a grid's combinations are added as trials.
+Optuna is used by ask and tell. A trial that is RUNNING in the study has not ended: this or the next
+command resumes it. The score is maximised. Each trial has a new sampler, seeded with the sweep's
+seed and the trial's number, so that a resumed sweep does not draw the same settings twice; a grid's
+combinations are added as trials.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _STATES = {
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """A trial as the study keeps it. `value` is what was told. `reported`: mean score by training
-    step. `notes`: what `note` was given."""
+    """A trial in the study. `value`: its final score. `reported`: mean score over its runs by
+    training step. `notes`: from `SweepStudy.note`."""
 
     number: int
     state: str
@@ -46,17 +46,17 @@ class TrialRecord:
 
 
 class SweepStudy:
-    """The study in a sweep's folder; made if it is not there."""
+    """The study in a sweep's folder, created if it is missing."""
 
     def __init__(self, plan: Plan) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        # Optuna's notes that a part of it may change in a later version.
+        # Optuna warns of features that may change in a later version.
         warnings.simplefilter("ignore", ExperimentalWarning)
         self._plan, request = plan, plan.request
         self._axes = {axis.key: axis for axis in plan.axes}
         self._grid = grid(plan.axes, request.seed) if request.sampler == "grid" else None
         plan.folder.mkdir(parents=True, exist_ok=True)
-        # In place of an address, in which some characters of a path would mean something else.
+        # Not a URL: some characters of a path have a meaning there.
         engine = {
             "creator": lambda: sqlite3.connect(
                 plan.folder / STUDY_FILE, timeout=60, check_same_thread=False
@@ -81,7 +81,7 @@ class SweepStudy:
         self._storage.engine.dispose()
 
     def records(self) -> list[TrialRecord]:
-        """All trials that were begun, by number."""
+        """All trials that have begun, in order of their numbers."""
         return [
             TrialRecord(
                 trial.number,
@@ -92,12 +92,12 @@ class SweepStudy:
                 dict(trial.user_attrs),
             )
             for trial in self._study.get_trials(deepcopy=False)
-            # A kill between two writes leaves one without all of its settings: it never began.
+            # A kill between two writes leaves a trial without all settings: it never began.
             if self._axes.keys() <= trial.params.keys()
         ]
 
     def next(self) -> TrialRecord | None:
-        """Begin a trial: its number and settings; None where a grid has no more."""
+        """Begin a trial and return it; None when the grid is exhausted."""
         distributions: Any = {key: axis.distribution for key, axis in self._axes.items()}
         number = len(self._study.get_trials(deepcopy=False))
         if self._grid is not None:
@@ -115,7 +115,7 @@ class SweepStudy:
         return self.records()[-1]
 
     def report(self, number: int, step: int, value: float) -> bool:
-        """Record a trial's score at a training step; whether it is to be pruned."""
+        """Record a trial's score at a training step; returns whether to prune it."""
         trial = self._trial(number)
         trial.report(value, step)
         return bool(trial.should_prune())
@@ -126,7 +126,7 @@ class SweepStudy:
             trial.set_user_attr(name, value)
 
     def end(self, number: int, value: float | None = None, *, pruned: bool = False) -> None:
-        """A trial came to its end with this score, was pruned, or failed."""
+        """End a trial: with a score, as pruned, or (with neither) as failed."""
         state = TrialState.PRUNED if pruned else TrialState.FAIL
         self._study.tell(number, value, None if value is not None else state)
 
@@ -137,9 +137,9 @@ class SweepStudy:
     def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
         request = self._plan.request
         seed = random.Random(f"{request.seed} {number}").getrandbits(32)
-        if request.sampler != "tpe":  # of a grid nothing is drawn
+        if request.sampler != "tpe":  # a grid draws nothing
             return optuna.samplers.RandomSampler(seed=seed)
-        startup = min(10, max(2, self._plan.trials // 3))  # drawn at random
+        startup = min(10, max(2, self._plan.trials // 3))  # trials drawn at random first
         return optuna.samplers.TPESampler(
             seed=seed, n_startup_trials=startup, constant_liar=request.parallel > 1
         )
@@ -147,7 +147,7 @@ class SweepStudy:
 
 @contextmanager
 def opened(plan: Plan) -> Iterator[SweepStudy]:
-    """The study for the block. RunFailed: it cannot be read or written, as on a full disk."""
+    """The study for the block. RunFailed: it cannot be read or written (e.g. the disk is full)."""
     try:
         with closing(SweepStudy(plan)) as study:
             yield study

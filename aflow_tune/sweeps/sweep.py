@@ -1,10 +1,10 @@
-"""A sweep while it runs: which trial is next, what its runs have come to, how it ends.
+"""Executing a sweep: starts trials, follows their runs, scores them, ends.
 
-A trial has one run for each seed, and a run is a process of its own (or an actor in a Ray cluster)
-that this one starts, polls and may ask to stop. A run that ends well is scored from its folder; one
-that fails costs its trial and no more; one that was killed, or stopped by somebody else, leaves its
-trial unfinished: the same command goes on with it first. Table and page are written after every
-trial and at the end, however that comes.
+A trial has one run per seed. A run is a process of its own (or an actor in a Ray cluster) that this
+one starts, polls and may ask to stop. A run that succeeds is scored from its folder; one that fails
+fails its trial only; one that was killed, or stopped by somebody else, leaves its trial unfinished,
+and the same command resumes it first. Table and page are written after every trial and at the end,
+also after an error.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from aflow_tune.sweeps.study import SweepStudy, TrialRecord, opened
 from aflow_tune.sweeps.table import JSON_FILE, PAGE_FILE, write
 
 POLL_SECONDS = 0.5
-FIRST_FAILURES = 3  # so many trials failing first mean that it is not the settings
+FIRST_FAILURES = 3  # if so many fail first, the settings are not the reason
 _MAX_REASON = 600
 _WELL = (ExitCode.DONE, ExitCode.ALREADY_FINISHED, ExitCode.BUDGET)
-"""A run that reached a limit of its `budget` counts with what it came to within it."""
+"""Exit codes of runs that are scored; one that reached its `budget` counts with what it has."""
 
 
 class Process(Protocol):
@@ -53,16 +53,16 @@ class Process(Protocol):
         """Its exit code, negative for a signal; None while it runs."""
 
     def stop(self) -> None:
-        """Ask it to save and stop; a second time: to stop at once."""
+        """Ask it to save and stop; at the second call, to stop at once."""
 
 
 Start = Callable[[Sequence[str], Path], Process]
-"""Starts `aflow-tune` with these arguments, what it prints appended to a file."""
+"""Starts `aflow-tune` with these arguments, and appends its output to the file."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A sweep whose trials have all ended: its table as text, and the content of `sweep.json`."""
+    """A finished sweep: its table as text, and the content of `sweep.json`."""
 
     text: str
     content: dict[str, Any]
@@ -75,17 +75,17 @@ def run_sweep(
     stop: Callable[[], bool],
     say: Callable[[str], None] = print,
 ) -> Ended:
-    """Run, or go on with, the sweep that is asked for.
+    """Start or resume the sweep of a request.
 
     Args:
-        ray: the Ray that runs are started through, in place of the configuration's; `none`: this
-            machine.
-        stop: asked twice a second whether to save and stop.
+        ray: address of the Ray to start runs through, instead of the configuration's; `none`: as
+            processes of this machine.
+        stop: called twice a second; True: save and stop.
 
     Raises:
         BadInput: it was refused; nothing was started.
-        Interrupted, BudgetReached: stopped, or `--timeout` is over; the same command goes on.
-        RunFailed: the first three trials failed, or none has a score.
+        Interrupted: `stop`, or trials were stopped by others. BudgetReached: `--timeout` is over.
+        RunFailed: the first three trials failed, none has a score, or the study is unusable.
         AlreadyFinished: there was nothing left to do.
     """
     from aflow_tune.cluster.sweep_ray import cluster_for, ray_starter
@@ -106,15 +106,15 @@ def run_sweep(
 def carry_out(
     plan: Plan, start: Start, *, stop: Callable[[], bool], say: Callable[[str], None] = print
 ) -> Ended:
-    """Run the trials of a plan whose folder is locked. Where it ends with an error, the table as
-    it stands is written and said first. Raises as `run_sweep`."""
+    """Run the trials of a plan whose folder is locked. Before an error is raised, the current table
+    is written and printed. Raises as `run_sweep`."""
     check_same(plan)
     say(f"sweep folder: {plan.folder}")
     with opened(plan) as study:
         try:
             Sweep(plan, study, start, stop, say).run()
         except BaseException:
-            with contextlib.suppress(Exception):  # what ended it matters more
+            with contextlib.suppress(Exception):  # the original error matters more
                 say(f"\n{write(plan, study.records())[0]}\n")
             raise
         text, content = write(plan, study.records())
@@ -123,8 +123,8 @@ def carry_out(
 
 @dataclass(eq=False)
 class Run:
-    """One run of a trial. `code`: its exit code, None until it has ended. `asked`: it was told to
-    stop. `scores`: by step, as read when its metrics had `size` bytes."""
+    """One run of a trial. `code`: its exit code, None until it has ended. `asked`: this command
+    asked it to stop. `scores`: by step, read when its metrics file had `size` bytes."""
 
     folder: Path
     arguments: list[str]
@@ -143,7 +143,7 @@ class Run:
             self.process.stop()
 
     def failure(self) -> str | None:
-        """Why it failed by itself; None if it did not, or was killed by a signal."""
+        """Why it failed; None if it did not, was asked to stop, or was stopped or killed."""
         well = self.code is None or self.code < 0 or self.code in (*_WELL, ExitCode.INTERRUPTED)
         if well or self.asked:
             return None
@@ -161,8 +161,8 @@ def _state(folder: Path) -> RunState | None:
 
 @dataclass(eq=False)
 class Trial:
-    """A trial under way. `seconds`: of its runs together, in earlier commands too. Nothing more of
-    it is begun once it is `pruned` or `failed`."""
+    """A trial in progress. `seconds`: of all its runs, also in earlier commands. `reported`: steps
+    that the study knows. Once it is `pruned` or `failed` none of its runs is started."""
 
     number: int
     runs: list[Run]
@@ -181,8 +181,8 @@ class Trial:
 
 
 class Sweep:
-    """One command of a sweep. `trials`: those under way. `endings`: of those that ended in this
-    command why they failed, or None. `left`: those that were killed or stopped by others."""
+    """One command of a sweep. `trials`: those in progress. `endings`: for each that ended in this
+    command why it failed, or None. `left`: numbers of those killed or stopped by others."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class Sweep:
             )
         for trial in self.trials:
             self.say(f"trial {trial.number}: going on with it")
-            # An earlier command of this sweep may have been killed while its run still saves.
+            # If an earlier command was killed, its run may still be saving.
             for run in trial.runs:
                 if is_locked(run.folder):
                     self.say(f"waiting for the run in {run.folder}, which is still going on")
@@ -243,7 +243,7 @@ class Sweep:
             raise RunFailed(f"no trial has a score. {self._reasons()}")
 
     def _fill(self, begun: int) -> int:
-        """Start runs while there is room; how many trials were begun."""
+        """Start runs up to `parallel`; returns how many trials began."""
         new = 0
         while not self._hopeless() and len(self._going()) < self.plan.request.parallel:
             runs = [run for trial in self.trials if not trial.ending for run in trial.runs]
@@ -272,8 +272,8 @@ class Sweep:
             settings = self.plan.settings(record.number, seed, record.values)
             output = self.plan.folder / "output" / f"{name}.log"
             run = Run(self.plan.folder / name, [str(self.plan.request.config), *settings], output)
-            # It may have reached its target in an earlier command. Of a chain of stages only its
-            # own command can say so.
+            # It may have reached its target in an earlier command. For a chain of stages only the
+            # run's own command can tell.
             state = _state(run.folder)
             if state is not None and state.status == "finished":
                 run.code = int(ExitCode.DONE)
@@ -303,7 +303,7 @@ class Sweep:
                 self._settle(trial)
 
     def _report(self, trial: Trial) -> None:
-        """Tell the study the scores that all runs of a trial have by now; prune if it says so."""
+        """Report steps that all runs of a trial have scored to the study; prune if it says so."""
         if self.plan.config.stages or trial.ending:
             return
         for run in trial.runs:
@@ -319,13 +319,13 @@ class Sweep:
             self.say(f"trial {trial.number}: {score:.3f} at step {step}")
             if prune and any(run.code is None for run in trial.runs):
                 self.say(f"trial {trial.number}: pruned")
-                self.study.note(trial.number, pruned=True)  # a killed command has decided it too
+                self.study.note(trial.number, pruned=True)  # kept if this command is killed
                 trial.pruned = True
                 return
 
     def _settle(self, trial: Trial) -> None:
-        """Tell the study how a trial ended, and write the table. Its score is the mean over its
-        runs, the interval Student's t over them, or of one run that over held-out tasks."""
+        """Tell the study how a trial ended, and write the table. The score is the mean over its
+        runs, with Student's t interval over them; of a single run, over its held-out tasks."""
         found, scores = [], []
         try:
             if trial.failed is None and all(run.code in _WELL for run in trial.runs):
@@ -381,8 +381,8 @@ class Sweep:
         return "\n".join(dict.fromkeys(filter(None, self.endings))) or "The table says why."
 
     def _stop_all(self) -> None:
-        """Stop what runs and wait until its state is saved; at a second Ctrl-C it is told to stop
-        at once. What came to its end meanwhile is told to the study, the rest stays unfinished."""
+        """Ask all runs to stop and wait until they have saved; at a second Ctrl-C, stop them at
+        once. Trials that end meanwhile are told to the study; the others stay unfinished."""
         if not (going := self._going()):
             return
         self.say(f"stopping {len(going)} runs after the step under way; their state is saved")
@@ -409,18 +409,18 @@ class Sweep:
 
 
 def outcome(run: Path, objective: str) -> tuple[float, int, Interval | None] | None:
-    """The best or last score of a run that has ended, its step and interval (of one task set);
-    None if it has none. Of a chain the last stage counts that was evaluated.
+    """The best or last score of a run that has ended, its step, and its interval if there is only
+    one task set; None without a score. Of a chain, the last stage with an evaluation counts.
 
     Raises:
-        ValueError: a record file is damaged; file and line are named.
+        ValueError: a record file is damaged; names the file and line.
     """
     folders: Iterator[Path] = iter([run])
     if (run / CHAIN_FILE).is_file():
         folders = (run / stage["name"] for stage in reversed(read_stages(run)))
     for folder in folders:
         if found := _by_step(scores_of(folder)):
-            # The earliest of equals.
+            # Ties: the earliest step.
             step = max(found) if objective == "last" else max(found, key=lambda s: (found[s], -s))
             of_sets = load_evaluations(folder).values()
             evaluations = [steps[step] for steps in of_sets if step in steps]
@@ -430,8 +430,8 @@ def outcome(run: Path, objective: str) -> tuple[float, int, Interval | None] | N
 
 
 def reports(run: Path) -> dict[int, float]:
-    """The score at every step whose evaluation is finished, after the first, while a run goes on;
-    empty where the records cannot be read now."""
+    """For a run in progress, the score by step of each finished evaluation after step 0; empty if
+    the records cannot be read."""
     try:
         finished: dict[str, set[int]] = defaultdict(set)
         for line in read_metrics(run):
@@ -447,7 +447,7 @@ def reports(run: Path) -> dict[int, float]:
 
 
 def _by_step(scores: dict[int, dict[str, float]]) -> dict[int, float]:
-    """Mean score by step, of the steps that were evaluated on most task sets. The evaluation
-    before training does not count, unless it is the only one: most trials have the same."""
+    """Mean score by step, for the steps that were evaluated on the most task sets. Step 0 counts
+    only if there is no other: before training, most trials are the same."""
     there = [step for step, of in scores.items() if of]
     return dict(ranked(scores, [step for step in there if step > 0] or there))

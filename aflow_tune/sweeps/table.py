@@ -1,7 +1,7 @@
-"""The trials of a sweep in a table: as text, in `sweep.json`, and with plots in `sweep.html`.
+"""The table of a sweep's trials, best first: as text, in `sweep.json`, with plots in `sweep.html`.
 
-The best first. What a score is worth is said beside it: its interval, and that the best of many is
-also the luckiest of many on these held-out tasks.
+Each score has its interval, and remarks say that the best of many trials was selected on these
+held-out tasks, so that its score is biased upwards.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ JSON_FILE, PAGE_FILE = "sweep.json", "sweep.html"
 _ORDER = {"complete": 0, "budget": 0, "pruned": 1, "unfinished": 2, "failed": 3}
 _HEAD = ["trial", "state", "score", "95% interval", "step", "seconds", "cost"]
 Row = dict[str, Any]
-"""A trial as `_row` makes it and `sweep.json` holds it."""
+"""A trial, as `_row` makes it and `sweep.json` has it."""
 
 
 def write(plan: Plan, records: Sequence[TrialRecord]) -> tuple[str, dict[str, Any]]:
-    """Write `sweep.json` and `sweep.html`; the table as text, and the content of the former."""
+    """Write `sweep.json` and `sweep.html`; returns the table as text, and the JSON's content."""
     request = plan.request
     rows = sorted((_row(plan, record) for record in records), key=_rank)
     ended = [row for row in rows if _ORDER[row["state"]] == 0]
@@ -91,8 +91,8 @@ def write(plan: Plan, records: Sequence[TrialRecord]) -> tuple[str, dict[str, An
 
 
 def _row(plan: Plan, record: TrialRecord) -> Row:
-    """`low` and `high` bound the score where that is known; seconds and US dollars are of all its
-    runs. A pruned trial has its last score, and comes after those that ended."""
+    """One trial. `low`, `high`: its 95% interval or None. Seconds and US dollars are over its runs.
+    A pruned or unfinished trial has its last reported score."""
     notes = record.notes
     state = "unfinished" if record.state == "running" else record.state
     if state == "complete" and notes.get("budget"):
@@ -124,7 +124,7 @@ def _rank(row: Row) -> tuple[int, float, int]:
 
 
 def _cells(row: Row) -> list[str]:
-    """What `_HEAD` names, and the trial's values; a dash where there is nothing."""
+    """The cells below `_HEAD`, then the trial's values; a dash for what is missing."""
 
     def told(name: str, form: str) -> str:
         return "-" if row[name] is None else f"{row[name]:{form}}"
@@ -143,13 +143,13 @@ def _cells(row: Row) -> list[str]:
 
 
 def _reason(row: Row) -> str:
-    """In one line, bounded; empty where there is none."""
+    """Why a trial failed, in one line of at most 160 characters; empty if it did not."""
     line = " ".join((row["reason"] or "").split())[:160]
     return "".join(c if c.isprintable() else "?" for c in line)
 
 
 def _remarks(plan: Plan, ended: int) -> Iterator[str]:
-    """What must be said beside the scores of so many trials."""
+    """What a reader has to know about the scores of so many trials."""
     if ended and len(plan.seeds) == 1:
         yield (
             "One seed a trial: intervals are over held-out tasks only, not over the luck of "
@@ -168,7 +168,7 @@ def _remarks(plan: Plan, ended: int) -> Iterator[str]:
 
 
 def _short(text: str) -> str:
-    """A value with four digits where it is a long number."""
+    """A number with four digits if that is shorter; else the text."""
     try:
         return min(text, f"{float(text):.4g}", key=len)
     except ValueError:
@@ -178,7 +178,7 @@ def _short(text: str) -> str:
 def _charts(
     axes: Sequence[Axis], rows: Sequence[Row], best: Row | None
 ) -> Iterator[tuple[str, Markup]]:
-    """By key the scores over its values: listed ones side by side, ranges as they were drawn."""
+    """For each key a plot of the scores over its values; lists are evenly spaced."""
     shown = [row for row in rows if row["score"] is not None and row["state"] != "unfinished"]
     for axis in axes if shown else ():
 

@@ -1,7 +1,7 @@
-"""What was trained, put to use: asked problems, served over HTTP, exported.
+"""Uses a trained policy: solves problems with it, serves it over HTTP, exports it.
 
-Asking one problem is `inferring.py`; here are the forms in which that is
-offered and what of a run is written out for other tools.
+`inferring.py` solves one problem or a file of them, `server.py` serves over HTTP, `solved.py`
+describes results, `export.py` writes weights and workflows for other tools.
 """
 
 import aflow_tune.config  # noqa: F401  (the stand-in for a missing vLLM, before Trinity)

@@ -1,10 +1,10 @@
-"""What a run has to give to other tools: its adapter, the merged model, the best workflows.
+"""Exports a run to other tools: its adapter, the merged model, or its best workflows.
 
-`workflows` come from the records of the run and are written as AFlow keeps its rounds: `round_1`
-is the best, `results.json` beside them has AFlow's columns, `index.json` the rest. Policies seldom
-write the same text twice, so workflows are compared by structure and type of problem, by the mean
-reward of all their uses; of each structure the text is written that was rewarded best. Nothing
-that exists is written over.
+Workflows come from the records of the run and are written as rounds of AFlow: `round_1` is the
+best, `results.json` beside them has AFlow's columns, `index.json` the other figures. Policies
+seldom write the same text twice, so workflows are grouped by structure and type of problem, and
+ranked by the mean reward of all uses; of each group the text with the highest mean reward is
+written. Existing files are never overwritten.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from aflow_tune.report.writer import KEPT, WriterRollout, read_rollout
 
 RESULTS, INDEX = "results.json", "index.json"
 DATASETS = {"math": "MATH", "code": "HumanEval", "qa": "HotpotQA"}
-"""What AFlow calls a data set of each type, where neither the folder nor the run says it."""
+"""AFlow's data set for each type of problem, if neither the folder nor the run names one."""
 
 
 class Written(NamedTuple):
-    """What an export wrote, and what is to be known about it."""
+    """The paths that an export wrote, and notes for the user."""
 
     paths: tuple[Path, ...]
     notes: tuple[str, ...] = ()
 
 
 class Use(NamedTuple):
-    """One rollout of a valid workflow: its whole text, and what the record tells of it."""
+    """One rollout of a valid workflow: its full code and prompts, and its record."""
 
     code: str
     prompts: Mapping[str, str]
@@ -49,9 +49,9 @@ class Use(NamedTuple):
 
 
 Best = dict[str, Any]
-"""What `index.json` tells of one structure for one type of problem: over its `uses` the means of
-`reward`, `score` (of those scored), `usd` and `tokens` of the executor (None: not known of some
-use), and `clean`, the share answered as written; `operators` are the call sites of its best text.
+"""The entry of `index.json` for one structure and type of problem: over its `uses` the means of
+`reward`, `score` (of those scored), `usd` and `tokens` of the executor (None: unknown for some
+use), and `clean`, the share answered as written; `operators` counts call sites of its best text.
 """
 
 
@@ -62,8 +62,8 @@ def export_checkpoint(
     evaluations, or a step) into the new folder `out`.
 
     Raises:
-        BadInput: there is no such checkpoint, `out` exists, full weights have no adapter, or the
-            base model cannot be found.
+        BadInput: there is no such checkpoint, `out` exists, the run has no adapter, or the base
+            model cannot be found.
         CheckpointError: the checkpoint is damaged.
     """
     from aflow_tune.engines.local.checkpoint import read_weights, write_adapter, write_merged
@@ -116,11 +116,11 @@ def export_workflows(
     dataset: str | None = None,
     config: Path | None = None,
 ) -> Written:
-    """Write the best workflows of a run, or of all stages of a chain, as rounds of AFlow.
+    """Write the `top` best workflows of a run, or of all stages of a chain, as rounds of AFlow.
 
-    `dataset` None: the one of the path `DATASET/workflows`, of the run's `writer.benchmark`, or a
-    usual one for the type of problem. `config` is read in place of the run's own. Raises BadInput
-    if `out` holds rounds or lists already, or the run has no such workflow.
+    `dataset` None: from the path `DATASET/workflows`, else from `writer.benchmark`, else the usual
+    one for the type of problem. `config` replaces the run's own. Raises BadInput: `out` already has
+    rounds or lists, the records are damaged, or no structure has `least_uses` uses.
     """
     for there in [out / RESULTS, out / INDEX, *sorted(out.glob("round_*"))]:
         _refuse_existing(there)
@@ -188,8 +188,8 @@ def export_workflows(
 
 
 def uses_in(run_dir: Path) -> Iterator[Use]:
-    """Every rewarded rollout of a valid workflow in a run folder, its own evaluations and those of
-    `aflow-tune eval` included. Raises ValueError if records are damaged."""
+    """Every rewarded rollout of a valid workflow in a run folder, including evaluations of the run
+    and of `aflow-tune eval`. Raises ValueError if records are damaged."""
     for rollout in read_rollouts(run_dir):
         task = (f"step {rollout.step}", rollout.task)
         yield from _use(rollout.kept, rollout.step, task, rollout.reward)
@@ -202,8 +202,8 @@ def uses_in(run_dir: Path) -> Iterator[Use]:
 
 
 def best_of(uses: Iterable[Use], least_uses: int) -> list[tuple[Use, Best]]:
-    """The best text of each structure and type of problem, best structure first; structures with
-    fewer uses are left out, and those of which no text ever answered as it was written."""
+    """The best text of each structure and type of problem, best structure first. Left out are
+    structures with fewer uses, and those that never answered as written."""
     groups: dict[tuple[str, str], list[Use]] = defaultdict(list)
     for use in uses:
         groups[use.rollout.structure or "", use.rollout.problem_type].append(use)
@@ -240,7 +240,7 @@ def _use(
     rollout = read_rollout(kept, step, task, reward)
     if rollout is None or not rollout.valid or rollout.reward is None:
         return
-    raw = kept[KEPT]  # `rollout` has texts for showing, which are cut
+    raw = kept[KEPT]  # the texts in `rollout` are shortened for display
     code, prompts = raw.get("code"), raw.get("prompts") or {}
     if not isinstance(code, str) or not isinstance(prompts, Mapping):
         return

@@ -1,12 +1,12 @@
-"""Asks a trained policy: problem in, the workflow it writes run by its executor, answer out.
+"""Solves problems with a trained policy: it writes a workflow, which the executor runs.
 
     async with open_trained(Path("runs/my_project/my_run")) as inferer:
         solved = await inferer.solve(Problem("What is 17 * 23?", "math"))
 
-The workflow is the run's own `writer:`, so it is asked, checked, run and rewarded here as it was
-while it trained, fallbacks included. The budget of the run is not charged: what one problem may
-cost is bounded by `writer.max_calls`, `max_tokens` and `max_usd`. Problems may be solved side by
-side. `evaluation/trained.py` says which weights a folder means.
+The run's own `writer:` settings apply, so the policy is prompted, checked, run and rewarded as in
+training, fallbacks included. The run's budget is not charged: `writer.max_calls`, `max_tokens` and
+`max_usd` bound the cost of one problem. Problems may be solved concurrently.
+`evaluation/trained.py` defines which weights a folder means.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ def open_trained(
     key_variable: str | None = None,
     temperature: float | None = None,
 ) -> Inferer:
-    """What a folder, a configuration or an endpoint means, checked and not yet loaded.
+    """The policy of a checkpoint, a configuration or an endpoint, checked and not yet loaded.
 
     Args:
         checkpoint: see `trained.find_weights`. None: the base model of `config`, or the one at
             the endpoint.
-        config: the YAML to go by. None: that of the run that the checkpoint belongs to.
+        config: the YAML. None: that of the run to which the checkpoint belongs.
         endpoint: base URL of an OpenAI-compatible API that serves the policy as `served_model`.
-        temperature: of the policy. None: as held-out tasks are sampled.
+        temperature: of the policy. None: that of the held-out tasks.
 
     Raises:
-        BadInput: nothing trained is there, or the configuration cannot be used for asking.
+        BadInput: there are no weights, or the configuration does not fit (no writer, faults).
     """
     found = None
     if checkpoint is not None and (endpoint is None or config is None):
@@ -113,11 +113,11 @@ def open_trained(
 
 @dataclass
 class Inferer:
-    """A policy with its executor, loaded while the context is open.
+    """A policy with its executor; the models are loaded while the context is open.
 
-    `weights` None: the base model. `title` is what to call the policy; `sampling` its temperature,
-    top_p, top_k and max_tokens. `seconds` bounds the solving of one problem: `rollout.run_timeout`,
-    unless it is set.
+    `weights` None: the base model. `title` is the policy's name for display; `sampling` its
+    temperature, top_p, top_k and max_tokens. `seconds` bounds the solving of one problem, by
+    default to `rollout.run_timeout`.
     """
 
     config: AflowConfig
@@ -137,7 +137,7 @@ class Inferer:
 
     @property
     def make(self) -> str:
-        """Changes with whatever decides results beside the problem, as far as it is seen here."""
+        """A fingerprint of what determines results besides the problem: models and settings."""
         config = self.config
         weights = None if self.weights is None else fingerprint(self.weights)
         policy = (self.endpoint and base_url(self.endpoint), self.served_model)
@@ -148,8 +148,8 @@ class Inferer:
 
     @property
     def private(self) -> dict[str, str]:
-        """Folders and addresses of models, with what to tell others instead: they can stand in the
-        reasons of failures, which a graph may return as its answer."""
+        """Folders and addresses, each with a text to show to others instead. Reasons of failures
+        may contain them, and a graph may return such a reason as its answer."""
         config = self.config
         paths = [model.model_path for model in (config.model, *config.explorer.auxiliary_models)]
         folders = [*paths, self.weights, config.checkpoint_root_dir, Path.home(), Path.cwd()]
@@ -183,8 +183,8 @@ class Inferer:
         await self._stack.aclose()
 
     async def solve(self, problem: Problem, sample: int = 0) -> Solved:
-        """Ask the policy, run what it writes, and where the truth is known, score the answer. The
-        same `sample` draws the same random numbers.
+        """Ask the policy, run what it writes, and score the answer if the truth is known. Equal
+        `sample` numbers give equal seeds.
 
         Raises:
             ModelError: the policy did not answer.
@@ -229,7 +229,7 @@ class Inferer:
         return got
 
     async def _reward(self, problem: Problem, run: WriterRun) -> dict[str, Any]:
-        """Score and reward, or why there is none."""
+        """Score and reward, or the reason why there is none."""
         benchmark, row = benchmark_row(problem, self.workflow.benchmark)
         score, reason = 0.0, "there is no answer"
         try:
@@ -247,8 +247,8 @@ class Inferer:
 def benchmark_row(problem: Problem, configured: str | None) -> tuple[str, dict[str, Any]]:
     """The benchmark whose rule scores a problem, and the problem as a row of it.
 
-    The configured benchmark counts where it has the problem's type; else math goes by GSM8K's
-    rule for a number and by MATH's for anything else, code by HumanEval's, qa by HotpotQA's.
+    The configured benchmark, if it has the problem's type; else for math GSM8K if the truth is a
+    number and MATH if not, for code HumanEval, for qa HotpotQA.
     """
     text, truth = problem.text, problem.truth or ""
     name = (configured or "").lower()
@@ -269,13 +269,13 @@ def benchmark_row(problem: Problem, configured: str | None) -> tuple[str, dict[s
     return name, rows.get(name) or {**code, gold: ""}
 
 
-# Many problems from a file, each result one line of JSON
+# Batches: problems from a file, results as lines of JSON
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the file. `number` counts from 1 without blank lines; `key` changes with what
-    decides its result: the row, the weights, the settings."""
+    """One line of the file. `number` counts from 1, blank lines aside; `key` is a digest of what
+    determines its result: the row, the weights, the settings."""
 
     number: int
     problem: Problem
@@ -284,8 +284,8 @@ class Row:
 
 
 def read_rows(file: Path, make: str, default_type: str | None = None) -> list[Row]:
-    """The problems of a JSONL file. `make` is what decides results beside the row itself,
-    `default_type` is for rows that do not say theirs. Raises BadInput with the faulty lines."""
+    """The problems of a JSONL file. `make` is `Inferer.make`; `default_type` is the type of rows
+    without one. Raises BadInput with the faulty lines."""
     title = "These problems cannot be asked."
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
@@ -327,9 +327,9 @@ async def run_batch(
     out: Path | None,
     say: Callable[[str], None],
 ) -> int:
-    """Solve every row `samples` times; results go to `out`, or to standard output. Returns how many
-    rows have an answer in at least one sample. A second call with the same `out` makes only what
-    is missing; raises BadInput if that holds other results."""
+    """Solve every row `samples` times; results go to `out`, or to standard output. Returns the
+    number of rows with an answer in at least one sample. Another call with the same `out` solves
+    only what is missing or failed. Raises BadInput: `out` holds other results."""
     done = _kept(out, rows, samples) if out is not None else {}
     answered = {number for (number, _), got in done.items() if got}
     count, total = len(done), len(rows) * samples
@@ -366,8 +366,8 @@ async def run_batch(
 
 
 def _kept(out: Path, rows: Sequence[Row], samples: int) -> dict[tuple[int, int], bool]:
-    """Results of an earlier command: whether there is an answer, by row and sample. Lines of rows
-    that met an error are taken out of the file; BadInput if it holds something else."""
+    """Whether there is an answer, by row and sample, from an earlier command. Removes lines with
+    errors from the file. Raises BadInput: it holds something else."""
     if not out.exists():
         return {}
     drop_torn_line(out)
@@ -401,7 +401,7 @@ def _kept(out: Path, rows: Sequence[Row], samples: int) -> dict[tuple[int, int],
 
 
 def _object(line: str | bytes) -> dict[str, Any] | None:
-    """The JSON object of a line; None where it is none."""
+    """The JSON object of a line; None if it is not one."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,15 +1,15 @@
-"""Problem in, workflow and answer out, over HTTP: `POST /solve`, and a small page for people.
+"""Solves problems over HTTP: `POST /solve` returns workflow and answer; `/` is a web page for it.
 
-Bounded are how large a request is, how many are worked on at once (one more is told 429) and how
-long one may take. A client that goes away cancels its work. What a client is told of a failure has
-no path, address or key; the details stand in the server's own log.
+The size of a request, the number of problems at once (one more gets 429) and the time for each are
+bounded. When a client disconnects, its work is cancelled. Error responses contain no path, address
+or key; the server's log has the details.
 
-`Guard` decides who may ask. Every web page that is open on this machine can send requests to
-127.0.0.1, and a name of its own that resolves there (DNS rebinding) makes them look like its own.
-So a request must carry our address as its `Host`, must not come from another origin, and what
-starts work must be JSON, which a foreign page cannot send without being asked first. Off loopback
-a token is asked for instead of the name. Not covered: encryption (that is for a proxy), and other
-users of the same machine, who share its loopback: give a token there too.
+`Guard` decides who may ask. Any web page open on this machine can send requests to 127.0.0.1, and
+with a name of its own that resolves there (DNS rebinding) they count as same-origin. So a request
+needs our address as its `Host`, must not come from another origin, and `POST /solve` takes JSON
+only, which a foreign page cannot send without a CORS preflight. Off loopback a token is required
+instead of the name. Not covered: encryption (use a proxy), and other users of the same machine, who
+share its loopback: set a token there too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 512 * 1024
 BODY_SECONDS = 15.0
-"""A request has to be there whole within this time."""
+"""Time within which a whole request has to arrive."""
 CLIENT_CLOSED = 499
 MAX_CONNECTIONS = 128
 MIN_TOKEN_CHARS = 16
@@ -59,9 +59,9 @@ _PAGE = {
     "/page.js": ("page.js", "text/javascript"),
 }
 _OPEN_PATHS = (*_PAGE, "/health")
-"""What needs no token: the page, which asks for it, and whether the server lives."""
+"""Paths without a token: the page, which asks for it, and the health check."""
 _SOCKET = re.compile(r"Connect call failed \([^()]{0,200}\)")
-"""How asyncio says which address it did not reach."""
+"""asyncio's message for a failed connection, which contains the address."""
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -76,11 +76,11 @@ _HEADERS = {
 
 
 class SolveServer:
-    """Serves a solver. `run` returns when it was stopped.
+    """Serves a solver. Call `listen`, then await `run`, which returns once stopped.
 
-    `solver` has `async def solve(problem: Problem) -> Solved`; of its problems `at_once` are worked
-    on at the same time, `seconds` each at most. `private` are texts that are in no answer, with
-    what stands there instead.
+    `solver` has `async def solve(problem: Problem) -> Solved`. At most `at_once` problems are
+    solved at the same time, for at most `seconds` each. `private` maps texts that results must not
+    contain to their replacements.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class SolveServer:
         self._server: uvicorn.Server | None = None
 
     def listen(self) -> str:
-        """Take the port (0: a free one); returns the address to open. Raises RunFailed."""
+        """Bind the port (0: a free one); returns the URL. Raises RunFailed: it cannot be bound."""
         try:
             self._listener = bound_socket(self.host, self.port)
             self._listener.listen(MAX_CONNECTIONS)
@@ -115,7 +115,7 @@ class SolveServer:
         return f"http://{shown}:{self.port}/"
 
     async def run(self, *, signals: bool = True) -> None:
-        """Serve until `stop`, and with `signals` until Ctrl-C or SIGTERM."""
+        """Serve until `stop`, or with `signals` until Ctrl-C or SIGTERM."""
         assert self._listener is not None, "listen first"
         config = uvicorn.Config(
             Guard(self._app(), own_hosts(self.host, self.port), self.token),
@@ -142,7 +142,7 @@ class SolveServer:
             self._listener.close()
 
     def stop(self) -> None:
-        """Take no more requests and end those under way."""
+        """Take no more requests, and cancel those under way."""
         if self._server is not None:
             self._server.should_exit = True
         for task in self._working:
@@ -222,7 +222,7 @@ class SolveServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which leaves signals to us: it would raise them again after it has ended."""
+    """uvicorn's server without its signal handlers, which raise the signal again at the end."""
 
     def capture_signals(self) -> Any:
         return contextlib.nullcontext()
@@ -230,17 +230,17 @@ class _Server(uvicorn.Server):
 
 @dataclass(frozen=True)
 class Guard:
-    """An ASGI application in front of `app`, which sees only what may come in. `hosts` are the
-    values of `Host` that are let in; None lets in all, which needs a `token`."""
+    """An ASGI application that passes only allowed requests to `app`. `hosts` are the allowed
+    values of `Host`; None allows all and needs a `token`."""
 
     app: ASGIApp
     hosts: frozenset[str] | None
     token: str | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it with 401 or 403."""
+        """Pass a request on, or answer it with 401 or 403."""
         if scope["type"] != "http":
-            return  # no websockets, and nothing to start or stop
+            return  # no websockets, no lifespan events
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -256,7 +256,7 @@ class Guard:
             await response(scope, receive, with_headers)
 
     def _refused(self, scope: Scope) -> tuple[int, str] | None:
-        """Status and reason of a request that is not let in."""
+        """Status and reason for refusing a request; None if it is allowed."""
         of_name: dict[str, list[str]] = {}
         for name, value in scope["headers"]:
             of_name.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
@@ -276,7 +276,7 @@ class Guard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens on `host`."""
+    """Whether only this machine can reach a server that listens on `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -284,7 +284,7 @@ def is_loopback(host: str) -> bool:
 
 
 def own_hosts(host: str, port: int) -> frozenset[str] | None:
-    """What `Host` may say to a server on `host`; None (anything) off loopback."""
+    """The allowed values of `Host` for a server on `host`; None (any) off loopback."""
     if not is_loopback(host):
         return None
     own = f"[{host}]" if ":" in host else host
@@ -294,8 +294,8 @@ def own_hosts(host: str, port: int) -> frozenset[str] | None:
 
 
 def token_for(host: str, variable: str | None) -> str | None:
-    """The token from the environment variable that was named. Raises BadInput off loopback without
-    one, or if the variable does not hold one."""
+    """The token in the named environment variable; None on loopback without a name. Raises
+    BadInput: no variable is named off loopback, or it holds no usable token."""
     if variable is None and is_loopback(host):
         return None
     if variable is None:
@@ -319,7 +319,7 @@ def token_for(host: str, variable: str | None) -> str | None:
 
 
 def _told(error: BaseException) -> Response:
-    """What a client may know of a failure."""
+    """The response for a failure, without private details."""
     if isinstance(error, TimeoutError):
         return _error(504, "no answer within the time that one problem may take")
     if isinstance(error, ModelError):
@@ -333,7 +333,7 @@ def _told(error: BaseException) -> Response:
 
 
 async def _body(request: Request) -> bytes | None:
-    """The body; None where it is too large, of which the rest is not read."""
+    """The body; None if it is too large, then the rest is not read."""
     body = b""
     async for part in request.stream():
         body += part
@@ -362,14 +362,14 @@ def _error(status: int, reason: str, headers: dict[str, str] | None = None) -> R
 
 
 def _json(status: int, content: Any, headers: dict[str, str] | None = None) -> Response:
-    # Half of a surrogate pair, which a model can write, is sent as JSON's escape of it.
+    # ASCII: a lone surrogate, which a model can write, is sent as a JSON escape.
     text = json.dumps(content)
     return Response(text, status, headers, media_type="application/json")
 
 
 def _sendable(private: Mapping[str, str], value: Any) -> Any:
-    """The value with other texts in the places of private ones, and null for a number that is not
-    finite, for which JSON has no word."""
+    """The value with private texts replaced, and null for numbers that are not finite, which JSON
+    cannot express."""
     if isinstance(value, str):
         for text, instead in private.items():
             value = value.replace(text, instead)

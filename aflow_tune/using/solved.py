@@ -1,7 +1,7 @@
-"""A problem as it is asked, and what came of it.
+"""A problem, and the result of solving it.
 
-A `Solved` is plain data: commands and the server hand it out as JSON, `solved_text` makes what a
-terminal shows.
+A `Solved` is plain data: commands and the server return it as JSON, `solved_text` formats it for a
+terminal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MAX_PROBLEM_CHARS = 50_000
 MAX_TRUTH_CHARS = 100_000
 MAX_DRAWN = 200
-"""Calls in the source of a graph that is drawn."""
+"""Graphs with more calls in their source are not drawn."""
 
 LEVEL_WORDS: Mapping[int, str] = {
     Level.CLEAN: "the workflow as it was written",
@@ -34,13 +34,13 @@ LEVEL_WORDS: Mapping[int, str] = {
 }
 
 Solved = dict[str, Any]
-"""What `solved` describes."""
+"""The result of one problem; `solved` lists its fields."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is asked. `entry_point` is the function to write, for problems of code; `truth` the
-    right answer, or for code the tests, where it is known."""
+    """One problem. `entry_point`: for code, the function to write. `truth`: the right answer, or
+    for code the tests; None if unknown."""
 
     text: str
     type: ProblemType
@@ -50,7 +50,7 @@ class Problem:
     @classmethod
     def of(cls, row: Mapping[str, Any], where: str) -> Problem:
         """From plain data with `problem`, `type` (or `problem_type`), and perhaps `entry_point` and
-        `truth` (or `ground_truth`). Raises BadInput with everything that is wrong with it."""
+        `truth` (or `ground_truth`). Raises BadInput with all faults."""
         faults = []
 
         def wrong(name: str, expected: str, found: Any) -> None:
@@ -79,24 +79,24 @@ class Problem:
 def solved(
     problem: Problem, run: WriterRun, trace: Trace, started: float, seconds: float
 ) -> Solved:
-    """One problem, asked once; `started` is a reading of the monotonic clock.
+    """The result of solving one problem once; `started` is a reading of the monotonic clock.
 
-    - `answer` is None where no workflow gave one; `level`, `ending` and `reason` are of the one
-      that ran last, `attempts` all runs of a graph.
-    - `workflow` is what the policy wrote (`form` None: unreadable) and what the check said of it,
-      `ran` the workflow that ran last, drawn if it is another.
-    - `usd` is what all answered calls cost (None: a price is not known; a policy without one does
-      not count). `policy_tokens` are prompt and completion of the policy (None: not counted by its
-      server), `tokens` and `model_calls` those of other models.
-    - `calls` are the events of the trace by their start, each with its `kind`.
+    - `answer` is None if no workflow gave one; `level`, `ending` and `reason` are those of the
+      workflow that ran last, `attempts` lists every execution of a graph.
+    - `workflow` is what the policy wrote (`form` None: unreadable) with the verdict of the check,
+      `ran` the workflow that ran last, drawn if it is a different one.
+    - `usd` is the cost of all answered calls (None: a price is unknown; calls of a policy without
+      a price are left out). `policy_tokens` are prompt and completion of the policy (None: not
+      reported), `tokens` and `model_calls` those of other models.
+    - `calls` are the events of the trace in order of start, each with its `kind`.
 
-    Where the truth is known, whoever scores the answer fills in `score`, `score_reason`, `reward`
-    and its `parts`; None: not known.
+    If the truth is known there are also `score`, `score_reason`, `reward` and its `parts`; the
+    caller that scores the answer fills them in.
     """
     verdict, executed = run.last.verdict, run.last.executed
     written, ran = verdict.written, executed.run
     answered = [call for call in trace.of(ModelCall) if call.failure is None]
-    # A policy without a price is no news.
+    # A local policy has no price; that does not make the cost unknown.
     costs = [call.cost for call in answered if not (call.role == POLICY and call.cost is None)]
     known = [cost for cost in costs if cost is not None]
     svg = _svg(verdict.graph, "the workflow that was written")
@@ -163,7 +163,7 @@ def _entry(event: Event) -> dict[str, Any] | None:
 
     if isinstance(event, ModelCall):
         name = event.model
-        if name.startswith(("/", "~", ".")):  # a local folder, of which others see the end
+        if name.startswith(("/", "~", ".")):  # a local folder: show its last part only
             name = PurePath(name).name
         told = of("role", "prompt_tokens", "completion_tokens", "retries", "failure")
         return {"kind": "model", "model": name, "usd": event.cost, **told}
@@ -171,7 +171,7 @@ def _entry(event: Event) -> dict[str, Any] | None:
         told = of("operator", "instance", "outcome", "attempts", "reason")
         return {"kind": "operator", **told}
     if isinstance(event, ProgramRun):
-        # The code of the workflow itself runs outside of any operator.
+        # Outside of operators it is the code of the workflow itself.
         kind = "workflow" if event.caller == DEFAULT_CALLER else "program"
         limits = list(event.limits_hit)
         return {"kind": kind, "wall": event.level, "limits_hit": limits, **of("outcome")}
@@ -188,8 +188,8 @@ def _tokens(calls: Sequence[ModelCall]) -> int | None:
 
 
 def solved_text(got: Solved, *, drawing: bool = True) -> str:
-    """Everything about one problem for a terminal, which obeys none of what a model wrote:
-    unprintable characters are spelled out. `drawing`: with the graph as a Mermaid text."""
+    """The result as text for a terminal. Unprintable characters are escaped, so that no model can
+    send control sequences. `drawing`: with the graph as Mermaid text."""
     text = "\n".join(_lines(got, drawing))
     return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text) + "\n"
 

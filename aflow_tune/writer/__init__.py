@@ -1,5 +1,5 @@
-"""Workflows that the policy writes: their form, the check, running them, what they earn.
+"""Workflows that the policy writes: their form, the check, execution and reward.
 
-The policy answers a problem with prompts in JSON and graph code in Python; a frozen executor
-runs the graph. `types.py` holds the words that this room speaks in.
+The policy answers a problem with a JSON object of prompts and Python graph code; a frozen executor
+model runs the graph. `types.py` defines the types of this package.
 """

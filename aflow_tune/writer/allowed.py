@@ -1,8 +1,8 @@
-"""The Python that a written graph may be made of: an allow-list over its syntax tree.
+"""The Python subset that a written graph may use: an allow-list over its syntax tree.
 
-What is not named here is refused, with what to write instead. The list keeps graphs readable and
-without effects of their own. It is not the security boundary: that is the sandbox. Which names of
-modules are used, and what is called with what, is for `calls.py`.
+Anything else is refused, with a hint what to write instead. The list keeps graphs readable and free
+of side effects. It is not the security boundary: that is the sandbox. `calls.py` checks which names
+of modules are used, and the arguments of calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOGGER = LOGGING | _words(
     "addHandler getChild getEffectiveLevel handlers hasHandlers isEnabledFor level name "
     "propagate removeHandler setFormatter setLevel"
 )
-"""What may be used of a logger, and of its handlers."""
+"""Attributes of loggers and their handlers that a graph may use."""
 MODULES: dict[str, frozenset[str] | None] = {
     "asyncio": _words(
         "gather create_task ensure_future wait wait_for shield as_completed sleep timeout "
@@ -69,9 +69,9 @@ MODULES: dict[str, frozenset[str] | None] = {
     "typing": None,
     "unicodedata": None,
 }
-"""Modules of Python, each with what may be used of it. None: all that is public."""
+"""Modules that a graph may import, and the names allowed of each. None: all public names."""
 _EVALUATING = frozenset({"string.Formatter", "typing.ForwardRef", "typing.get_type_hints"})
-"""They make code of texts, or read attributes that these name."""
+"""Names that turn texts into code, or read attributes named in texts."""
 BUILTINS = _words(
     "abs all any bin bool callable chr dict divmod enumerate filter float format frozenset "
     "getattr hasattr hash hex int isinstance issubclass iter len list map max min next oct ord "
@@ -81,9 +81,9 @@ BUILTINS = _words(
     "RecursionError RuntimeError StopIteration SyntaxError TimeoutError TypeError UnicodeError "
     "ValueError ZeroDivisionError"
 )
-"""Python's own names that a graph may use."""
+"""Builtins that a graph may use."""
 KNOWN = BUILTINS | _words("operator prompt_custom create_llm_instance DatasetType")
-"""Names that a graph has without importing them."""
+"""Names that a graph may use without importing them."""
 _SHIMS = frozenset({"operator", "prompt", "model", "dataset", "cost", "log"})
 FRAMES = _words(
     "add_done_callback ag_code ag_frame cr_code cr_frame f_back f_builtins f_code f_globals "
@@ -116,14 +116,14 @@ _INSTEAD: dict[type[ast.AST], str] = {
     ast.TryStar: "`except*` is not allowed; write `except Exception`",
 }
 _READS_PRIVATE = re.compile(r"\{[^{}\s]*[.\[]__\w+__[^{}]*\}")
-"""A text that `format` would read private attributes by."""
-NAME = "__name__"  # of a module, a class or a function: what loggers are called by
+"""Matches a format string that reads private attributes."""
+NAME = "__name__"  # allowed, since loggers are usually named by it
 _SETTABLE = ("cost_manager", "propagate")
-"""Attributes of anything that code of the field sets: of AFlow's model, of a logger."""
+"""Attributes that may be set on any object, as AFlow's graphs set them on models and loggers."""
 
 
 def check_syntax(tree: ast.Module, workflow: ast.ClassDef | None, refusals: Refusals) -> None:
-    """Refuse everything in a tree that is not on the list. `workflow` is its class Workflow."""
+    """Refuse everything in a tree that is not allowed. `workflow` is its class Workflow."""
     check = _Check(workflow, refusals)
     for statement in tree.body:
         check.at_top(statement)
@@ -135,7 +135,7 @@ def check_syntax(tree: ast.Module, workflow: ast.ClassDef | None, refusals: Refu
 
 
 def why_forbidden(name: str) -> str | None:
-    """Why a graph may not use one of Python's own names; None for a name that is not Python's."""
+    """Why a graph may not use a builtin; None if it may, or if the name is no builtin."""
     if name in BUILTINS or not hasattr(builtins, name):
         return None
     return f"`{name}` is not allowed: a graph runs no other code and has no files"
@@ -148,8 +148,8 @@ def public(module: str, name: str) -> bool:
         return name in names
     if name.startswith("_") or f"{module}.{name}" in _EVALUATING:
         return False
-    # A module's own imports (`typing.sys`) lead to everything that graphs may not have. Only
-    # modules of the table are imported: Python's own, without effects.
+    # A module's own imports (`typing.sys`) would give access to everything. Only modules of the
+    # table are imported here: the standard library's, without side effects.
     found = getattr(importlib.import_module(module), name, sys)
     return not isinstance(found, types.ModuleType)
 
@@ -161,13 +161,13 @@ def _targets(node: ast.stmt) -> list[ast.expr]:
 
 
 class _Check:
-    """Looks at one node at a time. A method `_KIND` returns False where nothing inside of the node
-    is to be looked at."""
+    """Checks one node at a time. A method `_KIND` checks nodes of that class; it returns False if
+    the children are not to be checked."""
 
     def __init__(self, workflow: ast.ClassDef | None, refusals: Refusals) -> None:
         self.workflow, self.refusals = workflow, refusals
         self.named: set[ast.AST] = set()
-        """Nodes whose `__name__` is read: a class may be one, as in `error.__class__.__name__`."""
+        """Nodes whose `__name__` is read, where `__class__` is allowed: `e.__class__.__name__`."""
         self.called: set[ast.AST] = set()
 
     def refuse(self, message: str, node: ast.AST) -> None:
@@ -179,7 +179,7 @@ class _Check:
             for part in (*node.body, *node.orelse, *node.finalbody, *handled):
                 self.at_top(part)
             return
-        targets = _targets(node)  # which attributes may be set is the same everywhere
+        targets = _targets(node)  # `_Attribute` checks which attributes may be set
         fits = bool(targets) and all(isinstance(t, (ast.Name, ast.Attribute)) for t in targets)
         if isinstance(node, ast.Expr):  # a docstring; logging.basicConfig(...), see `calls.py`
             called = node.value.func if isinstance(node.value, ast.Call) else None
@@ -190,7 +190,7 @@ class _Check:
             self.refuse(message + "constants and functions are allowed", node)
 
     def node(self, node: ast.AST) -> bool:
-        """Check one node; whether to look inside it."""
+        """Check one node; returns whether to check its children."""
         kind = type(node)
         if kind in _KNOWN:
             check = getattr(self, f"_{kind.__name__}", None)

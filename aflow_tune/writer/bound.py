@@ -1,10 +1,10 @@
-"""How much a written graph can cost at worst, where constants in its source tell.
+"""The worst-case cost of a written graph, as far as its source determines it.
 
-Calls add up, of branches the dearer one counts, helpers count where they are called, and a loop
-multiplies its body by its turns: of ranges of constants, and of texts and lists that are written
-out in its head. A call of an operator counts with its own figure (`Operator.most_calls`).
-Everything else, such as a `while`, may turn any number of times, so a graph may have no bound: the
-meter of the run (`aflow_tune.graph.run`) stops it. Refused is only what plainly never ends.
+Calls add up, the most expensive branch counts, helpers count per call, and a loop multiplies its
+body by its iterations: known for ranges up to a constant (also through names), and for literals,
+comprehensions and the like in its head. An operator call counts `Operator.most_calls`. Any other
+loop, such as `while`, counts as infinite, so a graph may have no bound; then the meter
+(`aflow_tune.graph.run`) stops it at the limits. Only loops that plainly never end are refused.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from aflow_tune.operators import Operator
 from aflow_tune.writer.source import FUNCTIONS, Source
 from aflow_tune.writer.types import Bound, CheckLimits, RefusalKind, Refusals
 
-MAX_STEPS = 20_000  # statements and expressions, helpers wherever they are called
-MAX_TURNS = 10**18  # more count as unknown
+MAX_STEPS = 20_000  # statements and expressions visited, helpers anew at each call
+MAX_TURNS = 10**18  # iterations; more count as unknown
 _SAME_LENGTH = frozenset(
     ("list", "tuple", "sorted", "reversed", "set", "enumerate", "iter", "asyncio.as_completed")
 )
-"""Python's functions that give at most as many items as their first argument has."""
+"""Functions whose result has at most as many items as their first argument."""
 _CHOICES = (
     ast.If, ast.IfExp, ast.While, ast.For, ast.Try, ast.Match, ast.BoolOp, ast.comprehension
 )  # fmt: skip
-"""What may keep a function from calling itself again."""
+"""Nodes that can end a recursion."""
 
 
 class Cost(NamedTuple):
-    """Calls of operators and direct calls of the model, and what these ask of models at worst."""
+    """Calls of operators and of the model by the graph, and model calls in total, at worst."""
 
     calls: float = 0
     model_calls: float = 0
@@ -51,7 +51,7 @@ _NOTHING = Cost()
 
 
 def _product(count: float, turns: float) -> float:
-    """Nothing, however often, is nothing."""
+    """The product, with 0 * inf = 0."""
     return count * turns if count and turns else 0
 
 
@@ -60,12 +60,12 @@ def _larger(costs: Iterable[Cost]) -> Cost:
 
 
 class _TooLong(Exception):
-    """The graph takes more steps to count than it may."""
+    """Counting took more than MAX_STEPS."""
 
 
 class WorstCase:
-    """What a graph may use at worst: `bound`, None where the source does not tell it, and
-    `spenders`, the model calls of each call by line, column and operator."""
+    """What a graph may use at worst: `bound`, None if the source does not determine it, and
+    `spenders`, model calls by line, column and operator of the call."""
 
     def __init__(self, source: Source, limits: CheckLimits, refusals: Refusals) -> None:
         self.source, self.limits, self.refusals = source, limits, refusals
@@ -108,7 +108,7 @@ class WorstCase:
         return cost
 
     def _block(self, statements: Sequence[ast.stmt], rest: Cost = _NOTHING) -> Cost:
-        """Of statements and `rest`, which follows where nothing leaves before."""
+        """The cost of statements and of `rest`, which follows unless a statement leaves."""
         for statement in reversed(statements):
             rest = self._statement(statement, rest)
         return rest
@@ -143,7 +143,7 @@ class WorstCase:
         return self._parts(node) if leaves else self._parts(node).plus(rest)
 
     def _after(self, loop: ast.For | ast.AsyncFor | ast.While, rest: Cost) -> Cost:
-        """A loop that is left by `break` passes over its `else`, which may return."""
+        """After a loop: its `else` and `rest`, or only `rest` after a `break`."""
         return _larger([self._block(loop.orelse, rest), rest])
 
     def _turning(self, turns: float, body: Sequence[ast.stmt]) -> Cost:
@@ -161,7 +161,7 @@ class WorstCase:
     def _expression(self, node: ast.AST) -> Cost:
         self._step()
         own = self.source.function(node)
-        if own is not None:  # handed on: nobody knows how often it is called
+        if own is not None:  # passed as a value: it may be called any number of times
             self._turns.append(math.inf)
             cost = Cost(1, 1) if own in self._stack else self._function(own)
             self._turns.pop()
@@ -218,7 +218,7 @@ class WorstCase:
                 told[key] = None if known in (math.inf, -math.inf) else known
             try:
                 most = max(0, int(kind.most_calls(retries=retries, **told)))
-            except Exception:  # a user's operator that does not take what it is told
+            except Exception:  # a user's operator may not accept these settings
                 most = Operator.most_calls(retries=retries)
         turns = math.prod(self._turns)
         place = (node.lineno, node.col_offset + 1, name or "llm")
@@ -237,7 +237,7 @@ class WorstCase:
         return Cost(math.inf, math.inf)
 
     def _most(self, node: ast.expr) -> float:
-        """The largest that a whole number may be; infinite where it is not told."""
+        """An upper bound of an integer expression; infinite if unknown."""
         self._step()
         if isinstance(node, ast.Constant):
             return node.value if type(node.value) is int else math.inf
@@ -258,7 +258,7 @@ class WorstCase:
                 return self._length(args[0])
             if name in ("min", "max") and len(args) > 1:
                 return (min if name == "min" else max)(map(self._most, args))
-        # Of a name or an attribute of self the largest that it is ever given.
+        # For a name or an attribute of self, the largest value ever assigned.
         values = self.source.values(node)
         if not values or node in self._asked:
             return math.inf
@@ -268,7 +268,7 @@ class WorstCase:
         return found
 
     def _length(self, node: ast.expr) -> float:
-        """How many items an expression has at most; infinite where it is not told."""
+        """An upper bound on the number of items of an expression; infinite if unknown."""
         self._step()
         if isinstance(node, ast.Constant):
             return len(node.value) if isinstance(node.value, str) else math.inf
@@ -316,7 +316,7 @@ def _whole(node: ast.expr) -> int | None:
 
 
 def _never_ends(node: ast.While) -> bool:
-    """Whether nothing in a loop can end it: it leaves nowhere, and its test never changes."""
+    """Whether nothing can end a loop: no statement leaves it and its test never changes."""
     inside = [item for statement in node.body for item in ast.walk(statement)]
     if any(isinstance(item, (ast.Break, ast.Return, ast.Raise, ast.Try)) for item in inside):
         return False

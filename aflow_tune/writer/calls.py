@@ -1,9 +1,9 @@
-"""What is wrong with the names, calls and keys of a written graph, told before it runs.
+"""Checks the names, calls and keys of a written graph before it runs.
 
-Operators are built as they will be when the graph runs, and calls of them bound by the rule of the
-run (`aflow_tune.graph.run.bind`). What the source does not tell is left to the run. Modules are
-the exception: one stands in front of a dot and nowhere else, so that no way leads around the
-allow-list (`allowed.py`).
+Operators with literal options are built on trial, and their calls are bound as at run time
+(`aflow_tune.graph.run.bind`). What the source does not determine is left to run time. Modules are
+stricter: one may only stand in front of a dot, so that nothing bypasses the allow-list
+(`allowed.py`).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _RESULT_METHODS = frozenset(dir(dict))
 _PUTTING = ("update", "setdefault")
 _READING = frozenset({"str", "print", "len", "int", "float", "isinstance"})
 _ASKING = (ast.BoolOp, ast.Compare, ast.If, ast.IfExp, ast.UnaryOp)
-"""Where None is as good as any other value."""
+"""Contexts in which a None from `.get(key)` does no harm."""
 _DISPLAYS = (ast.Dict, ast.DictComp, ast.List, ast.ListComp, ast.Set, ast.SetComp)
 _OUT_OF_ORDER = (
     *FUNCTIONS, ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp,
     ast.Nonlocal, ast.Import, ast.ImportFrom, ast.Try, ast.Match, ast.NamedExpr,
 )  # fmt: skip
-"""They give names values in orders that line numbers do not show."""
+"""Nodes that may bind names in another order than that of the lines."""
 
 
 def check_names(source: Source, refusals: Refusals) -> None:
-    """Refuse every name that nothing stands for, or nothing yet."""
+    """Refuse names that are undefined, not allowed, or read before any assignment."""
     for (owner, name), nodes in source.loads.items():
         given = name.startswith("__") or name in KNOWN or source.imports_all
         why = why_forbidden(name)
@@ -58,7 +58,7 @@ def check_names(source: Source, refusals: Refusals) -> None:
 
 
 def _is_unset(source: Source, owner: Any, node: ast.Name) -> bool:
-    """Whether a name is read above every line that gives it a value, on no second turn."""
+    """Whether a name is read above every line that binds it, in straight-line code."""
     stores = source.stores_of(node)
     if not stores or source.scope_of[node] is not owner or isinstance(owner, ast.Module):
         return False
@@ -68,17 +68,17 @@ def _is_unset(source: Source, owner: Any, node: ast.Name) -> bool:
 
 
 class CallCheck:
-    """Puts to `refusals` what is wrong in a graph; notes the prompts that its code reads. A method
-    `_KIND` looks at each node of a kind that is evaluated."""
+    """Adds what is wrong in a graph to `refusals`; collects the prompts that its code reads in
+    `used_prompts`. A method `_KIND` checks each evaluated node of that class."""
 
     def __init__(self, source: Source, prompts: Mapping[str, str], refusals: Refusals) -> None:
         self.source, self.prompts, self.refusals = source, prompts, refusals
         self.shape, self.operators, self.parent = source.shape, source.operators, source.parent
         self.used_prompts: set[str] = set()
         self.own_prompts = "prompts" in source.set_on_self
-        """Whether the graph itself fills `self.prompts`: then any name may have a text."""
+        """Whether the graph itself sets `self.prompts`, so that any name may have a text."""
         self.written_keys: set[str] = set()
-        """Keys that the graph itself puts into objects."""
+        """Keys that the graph itself stores in objects."""
         for node in source.nodes:
             stored = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
             if stored or getattr(node, "attr", "") in _PUTTING:
@@ -183,7 +183,7 @@ class CallCheck:
             self._key(node, node.value, key)
 
     def _key(self, node: ast.AST, owner: ast.expr, key: str) -> None:
-        """`owner[key]`: a prompt of the graph, or a key that an operator returns."""
+        """Check `owner[key]`, where `owner` may be `self.prompts` or an operator's result."""
         if _is_prompts(owner):
             self._prompt(node, key, f'self.prompts["{key:.60}"]')
             return
@@ -196,7 +196,7 @@ class CallCheck:
     def _prompt(self, node: ast.AST, name: str, text: str) -> None:
         self.used_prompts.add(name)
         there = name in self.prompts or (self.own_prompts and text.startswith("self."))
-        if not there and node in self.shape.certain:  # else a run that comes here says so
+        if not there and node in self.shape.certain:  # else it only fails at run time, if reached
             near = did_you_mean(name, self.prompts)
             message = f'{text:.80} has no text{near}; write one under `prompts` as "{name:.60}"'
             self.refuse(K.PROMPT, message, node)
@@ -216,7 +216,7 @@ class CallCheck:
                 self.refuse(K.ARGUMENTS, message, target)
 
     def _Return(self, node: ast.Return) -> None:
-        """What `__call__` returns: an answer, or an answer and its cost."""
+        """`__call__` must return an answer, or an answer and its cost."""
         value = node.value
         if value is None or not self._of_call(node):
             return
@@ -248,7 +248,7 @@ class CallCheck:
             self.refuse(K.ARGUMENTS, message, node)
 
     def _function_waits(self, function: ast.FunctionDef) -> bool:
-        """Whether a function may call something that gives something to wait for."""
+        """Whether a `def` may return an awaitable, judging by what it calls."""
         for node in walk(function):
             if isinstance(node, ast.Call):
                 name = self.source.python_name(node.func)
@@ -277,12 +277,12 @@ class CallCheck:
             self.refuse(K.ARGUMENTS, message, node)
 
     def _is_data(self, node: ast.expr) -> bool:
-        """Whether what is around an expression needs its value."""
+        """Whether the context of an expression needs its value, not an awaitable."""
         around = self.parent.get(node)
         if isinstance(around, (ast.Subscript, ast.Attribute)):
             task = getattr(around, "attr", "") in ("result", "done", "cancel")
             return around.value is node and not task
-        while isinstance(around, (ast.keyword, ast.List)):  # also of texts, for an operator
+        while isinstance(around, (ast.keyword, ast.List)):  # `op([call(...)])` too
             around = self.parent.get(around)
         if isinstance(around, ast.Call) and around.func is not node:
             reads = self.source.python_name(around.func) in _READING
@@ -302,7 +302,7 @@ class CallCheck:
             self._build(node, operator)
         elif handles := sorted(self.source.handles(node)):
             problems = [self._misuse(node, *handle) for handle in handles]
-            if all(problems):  # where several are meant, one has to fit
+            if all(problems):  # with several candidates, one has to fit
                 self.refuse(K.ARGUMENTS, *problems[0])  # type: ignore[misc]
             self._check_awaited(node)
         elif function is not None:
@@ -314,7 +314,7 @@ class CallCheck:
                 self.refuse(K.ARGUMENTS, message, node)
         elif is_self(called) or again.partition(".")[0] in ("json", "re", "math", "ast"):
             self.refuse(K.NOT_ALLOWED, f"`{shown(called)}` is not known to be a function", node)
-        # text.get("key"), with a default or without
+        # `owner.get("key")`, with or without a default
         key = first.value if isinstance(first, ast.Constant) else None
         if isinstance(called, ast.Attribute) and called.attr == "get" and isinstance(key, str):
             own = _is_prompts(called.value)
@@ -373,7 +373,7 @@ class CallCheck:
             self.refuse(K.ARGUMENTS, message, node)
 
     def _misuse(self, node: ast.Call, instance: str, name: str) -> tuple[str, ast.AST] | None:
-        """What does not fit in a call of this operator or of the model, and where."""
+        """What is wrong in a call of this operator or the model, and the node; None if nothing."""
         named = {word.arg: word.value for word in node.keywords}
         if name not in self.operators:
             asked = isinstance(node.func, ast.Attribute) and node.func.attr == "aask"
@@ -419,7 +419,7 @@ def _is_prompts(node: ast.AST) -> bool:
 
 
 def keys_of(kind: type[Operator]) -> list[str]:
-    """The keys of what an operator returns."""
+    """The keys of an operator's result."""
     return list(kind.returns or [field.name for field in kind.fields])
 
 
@@ -429,6 +429,6 @@ def _problem_of(kind: type[Operator], options: Mapping[str, Any]) -> str:
     except BadInput as error:
         fault = error.faults[0]
         return f"cannot be built: expected {fault.expected}, found {fault.found}"
-    except Exception as error:  # also whatever a user's operator raises
+    except Exception as error:  # a user's operator may raise anything
         return f"cannot be built: {str(error) or type(error).__name__:.200}"
     return ""

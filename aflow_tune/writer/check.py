@@ -1,9 +1,9 @@
-"""The check before running: whether a written graph may run, and what it can cost at worst.
+"""The static check: whether a written graph may run, and what it can cost at worst.
 
     text -> `form.py` -> syntax -> `allowed.py` -> `calls.py` -> `bound.py` -> budget
 
-Each refusal is a sentence that a policy could learn from, with its place; all are said at once.
-Nothing of the graph is run, and no text makes the check raise, or take long. What passes still
+Each refusal is a sentence with its place that the policy can learn from; all are reported at once.
+Nothing of the graph is executed, and no text makes the check raise or take long. What passes still
 runs in the sandbox.
 """
 
@@ -39,11 +39,11 @@ from aflow_tune.writer.types import (
 )
 
 MAX_CODE_CHARS = 40_000
-"""Of the graph's code. A graph is a page or two."""
+"""Of the graph code. A graph is a page or two."""
 MAX_NODES = 8_000
-"""Of its syntax tree."""
+"""Of the syntax tree."""
 MAX_DEPTH = 80
-"""Of expressions and statements inside each other."""
+"""Of nested expressions and statements."""
 MAX_PROMPT_CHARS = 20_000
 """Of one instruction."""
 LABEL = "graph_code"
@@ -61,12 +61,12 @@ def check_written(
     problem_type: str | None = None,
     limits: CheckLimits | None = None,
 ) -> Verdict:
-    """Check what a policy wrote. Never raises.
+    """Check a reply of the policy. Never raises.
 
     Args:
         operators: those that the graph may use, by name.
-        problem_type: math, code or qa: what the workflow will be called with. None: either.
-        limits: what it may use at worst.
+        problem_type: math, code or qa; only code has an entry point. None: any.
+        limits: what the graph may use at worst.
     """
     try:
         written, refusals = read_with_refusals(text)
@@ -83,7 +83,7 @@ def check_graph_of(
     problem_type: str | None = None,
     limits: CheckLimits | None = None,
 ) -> Verdict:
-    """Check a workflow that has been read; as `check_written`, whose arguments these are."""
+    """As `check_written`, for a workflow that `form.py` has read."""
     check = _Check(written, operators, problem_type, limits or CheckLimits())
     try:
         check.all()
@@ -109,7 +109,7 @@ class _Check:
         self.refusals.add(RefusalKind.TOO_LARGE, message)
 
     def all(self) -> None:
-        """Everything that can be found. Fills in graph, bound and refusals."""
+        """Run every check. Fills in graph, bound and refusals."""
         if not self._is_python():
             return
         self.graph = Graph(
@@ -139,7 +139,7 @@ class _Check:
 
     def _is_python(self) -> bool:
         code = self.written.code
-        depth = nesting = 0  # brackets in texts count too, which does no harm
+        depth = nesting = 0  # brackets in strings count too; that does no harm
         for bracket in re.findall(r"[()\[\]{}]", code[: MAX_CODE_CHARS + 1]):
             depth = depth + 1 if bracket in "([{" else max(0, depth - 1)
             nesting = max(nesting, depth)
@@ -166,8 +166,8 @@ class _Check:
         return False
 
     def _answer(self, source: Source) -> None:
-        """Whether the answer may come from an operator: one that the policy knew would otherwise
-        earn the most, for the least."""
+        """Refuse a graph whose answer comes from no operator: the policy would earn the most by
+        writing an answer that it knows into the graph, at no cost."""
         flow, call = source.graph.flow, source.methods["__call__"]
         if not returns_of(call):
             message = "__call__ returns nothing; end it with `return answer, cost`"
@@ -185,7 +185,7 @@ class _Check:
         self.refusals.add(RefusalKind.SHAPE, message, call)
 
     def _shape(self, shape: Shape, source: Source) -> None:
-        """What `graph/shape.py` finds, where nothing was said about that line."""
+        """Add faults of `graph/shape.py` on lines without a refusal, and a wrong entry point."""
         for fault in shape.faults:
             place = re.search(r":(\d+)$", fault.where)
             line = int(place[1]) if place else 0
@@ -238,8 +238,8 @@ class _Check:
 def _written_out(
     source: Source, node: ast.AST, function: Function, asked: frozenset[str] = frozenset()
 ) -> bool:
-    """Whether a part of a function is nothing but constants and the problem, on every way through
-    it; also by names that are only given such."""
+    """Whether a part of a function consists, on every path, of constants and parameters only, also
+    through names that are only assigned such."""
     above: ast.AST | None = node
     while above is not function and above is not None:
         above = source.parent.get(above)

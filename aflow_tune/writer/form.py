@@ -1,9 +1,9 @@
-"""The hybrid form: what the policy writes, read from its reply and written in one way.
+"""Reads a workflow in the hybrid form from the policy's reply, and writes it canonically.
 
 A workflow is one JSON object `{"prompts": {instance: instruction}, "graph_code": "class
-Workflow: ..."}`. A reply may bring it in a fence, after reasoning or among prose, as damaged
-JSON (which json_repair mends), or as Python alone; `Written.form` says which, for the reward.
-Nothing is run here, and what is read is bounded in size.
+Workflow: ..."}`. In a reply it may be in a fence, after reasoning or among prose, be damaged JSON
+(repaired by json_repair), or be Python alone; the reward depends on which (`Written.form`).
+Nothing is executed, and what is read is bounded in size.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from aflow_tune.operators.reading import elements, objects_in, whole_object
 from aflow_tune.writer.types import Refusal, RefusalKind, Written, WrittenForm
 
 MAX_TEXT_CHARS = 200_000
-"""Of a reply. A longer one is not read."""
+"""Of a reply; a longer one is refused."""
 MAX_PROMPTS = 64
 PROMPTS, CODE = "prompts", "graph_code"
 _CODE_KEYS = ("graphcode", "workflowcode", "workflow", "graph", "code")
-"""Under which the code is found, spelt as `_key` spells; the first that an object has is meant."""
+"""Keys of the code as `_key` normalises them; the first that an object has counts."""
 _REPAIRABLE = {"{[": 400, "\"'": 4_000}
-"""How many of these characters a damaged object may have: json_repair is not linear in them."""
+"""Most of these characters in a damaged object: json_repair is not linear in them."""
 _REPAIRABLE_CHARS = 60_000
 _ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|.)", re.DOTALL)
 _MEANING = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
@@ -50,7 +50,7 @@ _FORM = f'{{"{PROMPTS}": {{...}}, "{CODE}": "class Workflow: ..."}}'
 
 
 class Unreadable(ValueError):
-    """No workflow was found in a text; `refusal` says why."""
+    """There is no workflow in a text; `refusal` says why."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal)
@@ -58,7 +58,7 @@ class Unreadable(ValueError):
 
 
 def as_text(prompts: Mapping[str, str], code: str) -> str:
-    """A workflow in the hybrid form, as `read_written` reads it without a note."""
+    """A workflow in the hybrid form, which `read_written` reads back without notes."""
     texts = {_clean(name): _clean(text) for name, text in prompts.items()}
     return json.dumps({PROMPTS: texts, CODE: _clean(code)}, ensure_ascii=False)
 
@@ -69,12 +69,12 @@ def _clean(text: str) -> str:
 
 
 def read_written(text: str) -> Written:
-    """The workflow in a reply. Raises Unreadable: there is none, or the reply is too long."""
+    """The workflow in a reply. Raises `Unreadable` if there is none or the reply is too long."""
     return read_with_refusals(text)[0]
 
 
 def read_with_refusals(text: str) -> tuple[Written, tuple[Refusal, ...]]:
-    """As `read_written`, and what is refused of its prompts."""
+    """As `read_written`, with the refusals of prompts that were left out."""
     if len(text) > MAX_TEXT_CHARS:
         message = f"the reply has {len(text):,} characters; write at most {MAX_TEXT_CHARS:,}"
         raise Unreadable(Refusal(RefusalKind.TOO_LARGE, message))
@@ -121,7 +121,7 @@ class _Found:
         return Written(code, prompts, self.form, tuple(self.notes)), tuple(refusals)
 
     def _prompts(self) -> tuple[dict[str, str], list[Refusal]]:
-        """Those that are texts, and what is refused of the others."""
+        """The prompts that are texts, and refusals of the others."""
         given = self.prompts
         if given is None:
             if self.form is not WrittenForm.CODE:
@@ -141,11 +141,11 @@ class _Found:
         return prompts, [Refusal(RefusalKind.PROMPT, message) for message in wrong]
 
 
-# Where the workflow stands in a reply
+# Finding the workflow in a reply
 
 
 def _object(text: str) -> _Found | None:
-    """The JSON object of a reply: as it is, among other text, mended, or beside its code."""
+    """Find a JSON object: the whole reply, within text, repaired, or next to its code."""
     blocks = list(fenced_blocks(text)) if text.startswith("```") else []
     fenced = len(blocks) == 1 and (blocks[0].start, blocks[0].end) == (0, len(text))
     if (found := _found_in(whole_object(blocks[0].code if fenced else text))) is not None:
@@ -175,8 +175,8 @@ def _object(text: str) -> _Found | None:
 
 
 def mended(text: str) -> Any:
-    """The damaged object that a text begins with, as json_repair reads it; None where it cannot,
-    or where it would take long."""
+    """The damaged object that a text begins with, as json_repair reads it; None if it cannot, or
+    if it would take long."""
     counts = ((sum(map(text.count, signs)), most) for signs, most in _REPAIRABLE.items())
     if len(text) > _REPAIRABLE_CHARS or any(count > most for count, most in counts):
         return None
@@ -189,8 +189,8 @@ def mended(text: str) -> Any:
 
 
 def _text_after(text: str, key: str) -> tuple[str, str] | None:
-    """The text under a key whose end cannot be told by its quotes, and the rest without it: it
-    ends at the last quote in front of a closing brace, of the key `prompts`, or of the end."""
+    """The text under a key if inner quotes are not escaped, and the rest without it. It ends at the
+    last quote before the key `prompts`; without one, before a closing brace or the end."""
     places = rf"[\"'`]?{key}[\"'`]?\s{{0,20}}:\s{{0,20}}([\"'`]{{1,3}})"
     found = list(re.finditer(places, text))
     if not found:
@@ -208,8 +208,8 @@ def _text_after(text: str, key: str) -> tuple[str, str] | None:
 
 
 def unescaped(code: str) -> str:
-    """Code with the escapes of JSON read, unless it has line breaks of its own and only without
-    that it is Python."""
+    """Code with JSON's escapes resolved, unless it has line breaks already and is Python only if
+    they are kept."""
 
     def meaning(match: re.Match[str]) -> str:
         what = match[1]
@@ -220,7 +220,7 @@ def unescaped(code: str) -> str:
 
 
 def is_python(code: str) -> bool:
-    """Whether it can be parsed."""
+    """Whether `code` parses as Python."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -231,8 +231,8 @@ def is_python(code: str) -> bool:
 
 
 def _tagged(text: str) -> _Found | None:
-    """Code and prompts in tags, as AFlow's models write them: `<graph>` holds a class, `<prompt>`
-    constants in Python or an object."""
+    """Find code and prompts in tags, AFlow's form: `<graph>` with a class, `<prompt>` with Python
+    constants or a JSON object."""
     found = elements(text, ["graph", "prompt"], through_fences=True)
     if "graph" not in found or not _CLASS.search(found["graph"].content):
         return None
@@ -247,11 +247,11 @@ def _tagged(text: str) -> _Found | None:
 
 
 def _python(text: str) -> _Found | None:
-    """Python alone: a block or the text itself, readable or not, that has a class."""
+    """Find Python alone: a block or the text itself with a class, even if it does not parse."""
     blocks = [block.code for block in fenced_blocks(text) if _CLASS.search(block.code)]
     if not blocks and (not _CLASS.search(text) or text.startswith("{")):
         return None
-    first = _CODE_LINE.search(text)  # a word alone would be Python too
+    first = _CODE_LINE.search(text)  # a single word would parse, too
     from_code_on = text[first.start() :] if first else text
     try:
         code, _ = program_in(text if blocks else from_code_on, "Workflow")
@@ -261,7 +261,7 @@ def _python(text: str) -> _Found | None:
     return _Found(None, code, WrittenForm.CODE, notes)
 
 
-# What an object holds
+# Reading an object
 
 
 def _key(name: Any) -> str:
@@ -269,8 +269,8 @@ def _key(name: Any) -> str:
 
 
 def _found_in(value: Any, note: str = "") -> _Found | None:
-    """The workflow of an object that has its code, or of the one object in it. `note`: what was
-    done to find it."""
+    """The workflow in an object with a code key, or in the only object inside it. `note`: how the
+    object was found."""
     inside = note or "the object stood inside another"
     if isinstance(value, list):
         return next((item for part in reversed(value) if (item := _found_in(part, inside))), None)
@@ -278,7 +278,7 @@ def _found_in(value: Any, note: str = "") -> _Found | None:
         return None
     names = {_key(name): name for name in value}
     code = ""
-    for wanted in _CODE_KEYS:  # another than its own only where a class stands
+    for wanted in _CODE_KEYS:  # a key other than `graph_code` only counts with a class
         code = _joined(value[names[wanted]]) if wanted in names else ""
         if wanted in names and (wanted == _key(CODE) or _CLASS.search(code)):
             break

@@ -1,8 +1,8 @@
-"""What the policy is told: the operators, the form, the budget, an example, the problem.
+"""The policy's prompt: the operators, the form, the budget, an example, the problem.
 
-The operators' lines come from their own declarations. The shipped text is short, since a small
-model reads it too; a file of the user's may take its place, with the same placeholders. The example
-passes the check under the run's own limits. Nothing that an answer is scored with is ever here.
+The operators' lines come from their own declarations. The shipped text is short enough for small
+models; a user's file with the same placeholders may replace it. The example passes the check under
+the run's own limits. The gold answer and hidden tests are never passed in here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from aflow_tune.writer.types import CheckLimits, ProblemType
 PLACEHOLDERS = (
     *("operators", "budget", "example", "problem", "problem_type", "entry_point", "answer_form"),
 )
-"""What a template may mention. It has to mention the problem."""
+"""Placeholders of a template; `problem` is required."""
 TEMPLATE = """\
 Write a workflow of operators for the problem below; another model runs it. Reply with one JSON \
 object only, like
@@ -39,11 +39,11 @@ The text of `problem` also says: {answer_form}
 Type: {problem_type}
 Problem:
 {problem}"""
-"""The shipped template. A line with a placeholder that has no value is left out."""
+"""The shipped template. A line with a placeholder without a value is dropped."""
 KEEP = "KEEP"
-"""The word by which the policy keeps its graph; the JSON object {"keep": true} means the same."""
+"""The reply that keeps the previous graph; the JSON object {"keep": true} means the same."""
 _COST = ', self.llm.get_usage_summary()["total_cost"]'
-"""What AFlow's graphs return beside the answer; a run counts its own."""
+"""The cost that AFlow's graphs return; the example omits it, as every run is metered."""
 
 
 def policy_messages(
@@ -57,9 +57,9 @@ def policy_messages(
     answer_form: str = "",
     earlier: Sequence[tuple[str, str]] = (),
 ) -> list[dict[str, str]]:
-    """The conversation that the policy answers with a workflow. `template`: in place of the shipped
-    one; `answer_form`: of the problem's benchmark; `earlier`: what the policy wrote in each turn,
-    and was told about it."""
+    """The messages that the policy answers with a workflow. `template` replaces the shipped one;
+    `answer_form`: of the problem's benchmark; `earlier`: for each previous turn what the policy
+    wrote and the feedback on it."""
     most = [f"{limits.model_calls} model call{'' if limits.model_calls == 1 else 's'}"]
     most += [f"{limits.tokens} tokens"] if limits.tokens is not None else []
     most += [f"{limits.usd:g} US dollars"] if limits.usd is not None else []
@@ -72,7 +72,7 @@ def policy_messages(
         "entry_point": entry_point or "",
         "answer_form": answer_form,
     }
-    # Lines that would show an empty value are left out, except that of the problem.
+    # Drop lines with an empty value, except that of the problem.
     empty = {name for name, value in values.items() if not value and name != "problem"}
     lines = (TEMPLATE if template is None else template).split("\n")
     kept = [line for line in lines if not placeholders(line) & empty]
@@ -83,10 +83,10 @@ def policy_messages(
 
 
 def _operator_line(kind: type[Operator], limits: CheckLimits) -> str:
-    """One operator: its call, the keys it returns, its most calls of the model, its purpose."""
+    """An operator's call, result keys, worst-case model calls and description."""
     arguments = []
     for item in list(inspect.signature(kind.__call__).parameters.values())[1:]:
-        if item.name == "mode":  # taken for the sake of AFlow's graphs
+        if item.name == "mode":  # only for AFlow's graphs
             continue
         text, of = item.name, item.annotation
         shown = of if isinstance(of, str) else inspect.formatannotation(of)
@@ -104,7 +104,7 @@ def _operator_line(kind: type[Operator], limits: CheckLimits) -> str:
 
 
 def template_faults(template: str, where: str) -> list[Fault]:
-    """What is wrong with a template of the user's."""
+    """The faults of a user's template."""
     found = placeholders(template)
     expected = "one of " + ", ".join(f"{{{known}}}" for known in PLACEHOLDERS)
     faults = [
@@ -123,8 +123,8 @@ def _example(
     problem_type: ProblemType | None,
     limits: CheckLimits,
 ) -> str:
-    """The shortest workflow in the hybrid form that passes the check, without the cost beside its
-    answer; empty where none passes."""
+    """The shortest shipped template that passes the check, else the default workflow, in the hybrid
+    form and without the cost; empty if none passes."""
     allowed = dict(operators)
     fitting = [one for one in TEMPLATES.values() if one.fits(problem_type, allowed)]
     texts = [as_text(one.prompts, one.code.replace(_COST, "").strip()) for one in fitting]

@@ -1,22 +1,22 @@
-"""What becomes of a workflow that the policy wrote: its run, outcome, reward and record.
+"""Executes a workflow that the policy wrote, and computes its outcome, reward and record.
 
-Three fallbacks stand in for a graph that fails (`Level`), each of which is counted. The time limit
-is for all attempts together, every other limit is each attempt's own; refused code is never run.
-What a graph says before any of its operators gave a result is no answer: one that its writer knew
-would otherwise earn the most, for nothing.
+Three fallbacks replace a graph that fails (`Level`). The time limit covers all attempts together,
+every other limit applies to each attempt; refused code is never executed. An answer that comes
+before any call of the graph has returned a result counts as none: the policy could otherwise earn
+the most by writing an answer that it knows into the graph.
 
-The reward has the parts of `five_part`, of the executor's spend over all attempts and turns. The
-part `format` is the answer's form times the form of the writing (`writing_form`). With `span` =
-highest - lowest and `sum` the weighted mean of the known parts, so that a fallback earns less than
-the worst clean run, and a deeper one less than a shallower one:
+The reward has the parts of `five_part`, with the executor's spend over all attempts and turns. Its
+part `format` is the form of the answer times `writing_form`. With `span` = highest - lowest and
+`sum` the weighted mean of the known parts, every fallback earns less than the worst clean run, and
+each deeper one less than a shallower one:
 
     clean run                  lowest + span * (0.1 + 0.9 * sum)
     1: default prompts         lowest + span * (0.06 + 0.02 * sum)
     2: simpler workflow        lowest + span * (0.03 + 0.02 * sum)
-    3: default workflow        lowest + span * 0.02 * form of the writing
+    3: default workflow        lowest + span * 0.02 * writing_form
 
-The outcome is a coarse class: with the graph's structure it is GiGPO's anchor state. The keys of a
-record are the contract with its readers; nothing of the gold answer is in it.
+Structure and outcome (a coarse class) form the anchor state of GiGPO (arXiv:2505.10978). Other
+modules read a record by its keys; it contains nothing of the gold answer.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ from aflow_tune.writer.types import (
 )
 
 SHARE = 0.75
-"""Of the time that is left, for an attempt that another may follow."""
+"""Of the time left, for an attempt that others may follow."""
 LEAST_SECONDS = 0.05
-"""With less than this left no attempt begins."""
+"""With less time left, no attempt starts."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One graph that was run, or could not be."""
+    """One graph that was executed, or could not be."""
 
     level: Level
     graph: Graph
@@ -90,8 +90,8 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Executed:
-    """What became of a written workflow: all attempts in order, of which the last one counts and
-    gives `level`, `run` and `graph`. `seconds` is the wall-clock time of everything."""
+    """The execution of a written workflow: all attempts in order. The last one counts and gives
+    `level`, `run` and `graph`. `seconds` is the wall-clock time of all attempts."""
 
     attempts: tuple[Attempt, ...]
     seconds: float
@@ -110,7 +110,7 @@ class Executed:
 
     @property
     def why(self) -> str:
-        """Why the first attempt that failed did; empty where none failed."""
+        """Why the first failed attempt failed; empty if none did."""
         return next((attempt.why for attempt in self.attempts if attempt.why), "")
 
 
@@ -128,18 +128,18 @@ async def run_written(
     operators: Mapping[str, type[Operator]] = OPERATORS,
     fallbacks: bool = True,
 ) -> Executed:
-    """Run what the policy wrote on a problem; where that fails, what stands in for it.
+    """Execute a written workflow on a problem, and its fallbacks if it fails.
 
     Args:
-        entry_point: name of the function to write; for problems of code.
+        entry_point: name of the function to write, for code problems.
         executor: the frozen model that operators call; `clients`: other models by role.
         models: role by operator, instance or the graph's own name of a model.
-        limits: `seconds` for everything together, the rest for each attempt.
-        fallbacks: False: a graph that passed the check is run once, to see whether it works.
+        limits: `seconds` for all attempts together, the rest for each attempt.
+        fallbacks: False: a graph that passed the check is executed once, without fallbacks.
 
     Raises:
-        BudgetReached: the run's budget is used up.
-        SandboxUnavailable: no sandbox can be built here.
+        BudgetReached: the budget of the run is spent.
+        SandboxUnavailable: no sandbox can be started on this machine.
         BadInput: `models` names a role without a client, or no operator can answer a problem.
     """
     most = limits or GraphLimits()
@@ -151,7 +151,7 @@ async def run_written(
     attempts: list[Attempt] = []
 
     async def attempt(level: Level, graph: Graph, share: float = SHARE) -> GraphRun:
-        """Run a graph in `share` of the time that is left, and note how it went."""
+        """Execute a graph within `share` of the time left, and append the attempt."""
         seconds = (most.seconds - (time.monotonic() - started)) * share
         if seconds < LEAST_SECONDS:
             reason = f"no time is left of {most.seconds:g} s"
@@ -171,7 +171,7 @@ async def run_written(
         return run
 
     async def written(graph: Graph) -> bool:
-        """What was written, and what is built of its parts; whether one gave an answer."""
+        """Try the written graph and the two fallbacks derived from it; whether one answered."""
         run = await attempt(Level.CLEAN, graph) if verdict.ok else None
         if run is None or (run.ending is GraphEnding.RAISED and run.level and not run.built):
             plain = with_default_prompts(graph, problem_type)
@@ -189,8 +189,8 @@ async def run_written(
 
 
 def with_default_prompts(graph: Graph, problem_type: str) -> Graph:
-    """The same code with plain instructions, and one for every name of a prompt that it reads:
-    `self.prompts["name"]`, `prompt_custom.name`."""
+    """The same code with default instructions for its operators and for every prompt that it reads
+    as `self.prompts["name"]` or `prompt_custom.name`."""
     shape = graph.shape
     plain = INSTRUCTIONS.get(problem_type, INSTRUCTIONS["math"])
     read = {}
@@ -207,19 +207,19 @@ def with_default_prompts(graph: Graph, problem_type: str) -> Graph:
 
 
 START = "start"
-"""The state before anything was written."""
+"""The anchor state of the first turn."""
 UNREADABLE, REFUSED, NOT_BUILT = "unreadable", "refused", "not_built"
-"""Outcomes beside the endings of a graph's run."""
+"""Outcomes besides the values of `GraphEnding`."""
 CLEAN_FLOOR, FALLBACK_STEP, FALLBACK_SPAN = 0.1, 0.03, 0.02
-"""Shares of the span: what every clean run earns, and no fallback; between the lowest rewards of
-two neighbouring levels; within one level, which is less, so that levels do not touch."""
+"""Shares of the span: the least that a clean run earns; the distance between the lowest rewards of
+neighbouring fallbacks; the range within one, which is smaller, so that they do not overlap."""
 FORM_WORTH = {WrittenForm.HYBRID: 1.0, WrittenForm.REPAIRED: 0.75, WrittenForm.CODE: 0.5}
 REFUSAL_COST, MOST_REFUSALS = 0.1, 9
-"""More refusals cost no more: there is always something left to lose by writing nothing."""
+"""More refusals cost no more, so that any readable graph earns more than an unreadable one."""
 MAX_PROBLEM, MAX_ANSWER, MAX_TEXT, MAX_REASON = 2_000, 500, 200_000, 2_000
-"""Characters that a record keeps."""
+"""Most characters that a record keeps."""
 _TOLD, _TOLD_REFUSALS = 400, 8
-"""Characters of an answer or a reason, and refusals, that the policy is shown."""
+"""Most characters of an answer or reason, and most refusals, in the feedback to the policy."""
 _MAX_KEEP = 200
 _FENCE = re.compile(r"^```\w*\s*|\s*```$")
 _STAND_IN = {
@@ -232,16 +232,16 @@ _ASK = (
     f"{KEEP} to stay with this one."
 )
 _BLAMELESS = frozenset(failure.value for failure in ModelFailure) - {ModelFailure.REFUSED.value}
-"""Failures of a model that no workflow can be blamed for. What is refused may be too long."""
+"""Model failures that are not the workflow's fault. A refused prompt may be too long."""
 _MARKS = {"data": ">", "carried": "~", "decides": "?"}
 
 
 def structure_of(graph: Graph) -> str:
     """The structure as one line, such as `Custom[1] ScEnsemble | P>0 0>1 1>A`.
 
-    Operators stand by their distance from the problem and then by name, so that the order of
-    statements that do not depend on each other plays no part; each with the loops around it. `>`
-    is 'feeds', `~` 'feeds in its next turn', `?` 'decides about'. Empty for a graph without calls.
+    Operators are sorted by their distance from the problem and then by name, so that the order of
+    independent statements does not matter; brackets number the loops around each. `>` is a data
+    edge, `~` one to a later iteration, `?` a condition. Empty for a graph without calls.
     """
     flow = graph.flow
     depths, most = dict.fromkeys(range(len(flow.nodes)), 0), len(flow.nodes)
@@ -266,15 +266,15 @@ def structure_of(graph: Graph) -> str:
 
 
 def operators_of(graph: Graph | None) -> dict[str, int]:
-    """Call sites by operator; direct calls of the model under `llm`."""
+    """Number of call sites by operator; direct calls of the model under `llm`."""
     nodes = () if graph is None else graph.flow.nodes
     return dict(Counter(node.operator or MODEL for node in nodes))
 
 
 @dataclass(frozen=True)
 class TurnResult:
-    """A text of the policy's, its verdict, and the run of it. `usage` and `model_calls`, failed
-    calls included, are of this turn, of the executor and the other frozen models."""
+    """One reply of the policy, its verdict and its execution. `usage` and `model_calls` (failed
+    calls included) are those of the frozen models in this turn."""
 
     text: str
     verdict: Verdict
@@ -284,13 +284,13 @@ class TurnResult:
 
     @functools.cached_property
     def structure(self) -> str | None:
-        """Of the written graph; None where its code is no Python."""
+        """Of the written graph; None if there is no graph."""
         graph = self.verdict.graph
         return None if graph is None else structure_of(graph)
 
     @property
     def outcome(self) -> str:
-        """What became of the graph as it was written: how its run ended, or why it had none."""
+        """How the execution of the graph as written ended, or why it was not executed."""
         if self.verdict.graph is None:
             return UNREADABLE
         if not self.verdict.ok:
@@ -300,11 +300,11 @@ class TurnResult:
 
     @property
     def state(self) -> str:
-        """The anchor state of the next turn, without the task, which the recorder adds."""
+        """The anchor state of the next turn; the recorder adds the task."""
         return f"{self.structure or '-'} / {self.outcome}"
 
     def told(self) -> str:
-        """The turn as the policy is shown it before the next one."""
+        """The feedback on this turn that the policy gets in the next one."""
         run, refusals = self.executed.run, self.verdict.refusals
         if self.executed.level is Level.CLEAN and run.ok:
             tokens = "" if self.usage.tokens is None else f" of {self.usage.tokens} tokens"
@@ -347,13 +347,13 @@ def writer_reward(
     settings: FivePartSection | None = None,
     answer_form: str = r"\S",
 ) -> FivePart:
-    """The reward of one rollout, by the table in this module's description.
+    """The reward of one rollout, by the table in the module docstring.
 
     Args:
         score: of the delivered answer, in [0, 1].
         usage: of the executor and the other frozen models.
-        form: how the workflow was read; None where nothing could be read.
-        answer_form: a regular expression that a well-formed answer contains.
+        form: how the workflow was read; None if nothing could be read.
+        answer_form: a regular expression that matches somewhere in a well-formed answer.
 
     Raises:
         Unscored: no part with a weight above 0 is known.
@@ -373,8 +373,8 @@ def writer_reward(
 
 def writing_form(form: WrittenForm | None, refusals: Sequence[Refusal] = ()) -> float:
     """How well the policy kept to the form, in [0, 1]: hybrid 1, repaired 0.75, code alone 0.5,
-    unreadable 0; less a tenth of that for each refusal, at most nine, which code that is no Python
-    counts as."""
+    unreadable 0; minus a tenth of that for each refusal, nine at most. Code that does not parse
+    counts as nine."""
     kinds = {refusal.kind for refusal in refusals}
     broken = RefusalKind.SYNTAX in kinds or RefusalKind.UNREADABLE in kinds
     count = MOST_REFUSALS if broken else min(len(refusals), MOST_REFUSALS)
@@ -387,8 +387,8 @@ class ExecutorFailed(AflowTuneError, RuntimeError):
 
 @dataclass(frozen=True)
 class WriterRun:
-    """What the policy wrote for one problem, and what became of it; `turns` is how often the policy
-    was asked. The last of `results` counts."""
+    """One rollout, not scored yet. `turns` is how often the policy was asked, including a reply
+    that kept the graph. The last of `results` counts."""
 
     problem: str
     problem_type: ProblemType
@@ -401,7 +401,7 @@ class WriterRun:
 
     @property
     def usage(self) -> Usage:
-        """What all turns used."""
+        """The usage of all turns."""
         usages = [result.usage for result in self.results]
         return Usage(
             usd=total([one.usd for one in usages]),
@@ -421,7 +421,7 @@ class WriterRun:
 
     @property
     def answer(self) -> Any:
-        """What the workflow returned; None where none gave an answer. `text`: the same as text."""
+        """What the last workflow returned; None if it gave no answer. `text`: the same as text."""
         return self.last.executed.run.answer
 
     @property
@@ -429,7 +429,7 @@ class WriterRun:
         return self.last.executed.run.text
 
     def reward(self, score: float, benchmark: str | None = None) -> FivePart:
-        """What it earns if its answer scores `score`, by the run's settings."""
+        """The reward if the answer scores `score`, by the settings of the run."""
         verdict = self.last.verdict
         return writer_reward(
             score,
@@ -444,7 +444,7 @@ class WriterRun:
 
 
 def usage_of(trace: Trace, executed: Executed) -> Usage:
-    """What running a workflow spent: money and tokens as the models told, no calls no cost."""
+    """The spend of an execution, as the models reported it; zero without model calls."""
     told = Usage.of(trace)
     if not trace.of(ModelCall):
         told = replace(told, usd=0.0, tokens=0)
@@ -453,8 +453,8 @@ def usage_of(trace: Trace, executed: Executed) -> Usage:
 
 
 def raise_if_models_failed(result: TurnResult) -> None:
-    """Raises ExecutorFailed where the frozen models are to blame for a run without a clean end:
-    none of their calls was answered, or one failed in an attempt that came to nothing."""
+    """Raise `ExecutorFailed` if the frozen models are to blame for a failed execution: none of
+    their calls was answered, or one failed in an attempt without an answer."""
     executed = result.executed
     if result.model_calls and not sum(attempt.run.model_calls for attempt in executed.attempts):
         kinds = {kind for attempt in executed.attempts for kind in attempt.run.failures}
@@ -470,7 +470,7 @@ def raise_if_models_failed(result: TurnResult) -> None:
 
 
 def record_of(run: WriterRun) -> dict[str, Any]:
-    """The record of a rollout, not scored yet: US dollars, seconds, tokens in and out."""
+    """The unscored record of a rollout: `usd`, wall-clock `seconds`, `tokens` in plus out."""
     last = run.last
     verdict, executed, bound = last.verdict, last.executed, last.verdict.bound
     written = verdict.written
@@ -504,7 +504,7 @@ def record_of(run: WriterRun) -> dict[str, Any]:
 
 
 def run_metrics(run: WriterRun) -> dict[str, float]:
-    """Numbers of a rollout for the curves, those of the score left out."""
+    """The metrics of a rollout, without those of its score."""
     verdict = run.last.verdict
     return {
         "writer/valid": float(verdict.ok),

@@ -1,8 +1,8 @@
-"""What the names of a written graph stand for: scopes, functions, Python's modules, operators.
+"""Name resolution in a written graph: scopes, functions, modules, operators.
 
-As in Python a name belongs to the innermost function that binds it, then to the module; names of a
-comprehension count as those of the function around it. Which calls reach operators is known from
-the flow of the graph (`aflow_tune.graph.flow`). Nothing is refused here.
+As in Python, a name belongs to the innermost function that binds it, then to the module; names of a
+comprehension belong to the function around it. Which calls reach operators comes from the data
+flow (`aflow_tune.graph.flow`). Nothing is refused here.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _NAMED = (
 
 
 class Source:
-    """A graph's syntax tree with what its names mean. Parts that never run, such as annotations
-    under `from __future__ import annotations`, are in `nodes` but have no scope."""
+    """A graph's syntax tree with resolved names. Parts that are never evaluated, like annotations
+    under `from __future__ import annotations`, are in `nodes` but not in `scope_of`."""
 
     def __init__(self, graph: Graph, operators: Mapping[str, type[Operator]]) -> None:
         shape = graph.shape
@@ -46,13 +46,13 @@ class Source:
         )
         self._read(shape.tree, None)
         self.imports_all = "*" in self.bound[shape.tree]
-        # By scope and name: where it gets a value, where it is read, what of Python's it is
-        # (`json.loads`), the functions of the graph that it is.
+        # By scope and name: nodes that bind it, nodes that read it, its dotted name if imported
+        # (`json.loads`), and the functions of the graph with that name.
         self.stores: dict[tuple[Scope | None, str], list[ast.AST]] = {}
         self.loads: dict[tuple[Scope | None, str], list[ast.Name]] = {}
         self.imported: dict[tuple[Scope | None, str], str] = {}
         self.defined: dict[tuple[Scope | None, str], list[Function]] = {}
-        # By attribute what is assigned; None where that is no plain assignment.
+        # By attribute, what is assigned to it; None if not by a plain assignment.
         self.set_on_self: dict[str, list[ast.expr | None]] = {}
         self.built: dict[tuple[int, int], ast.Call] = {}  # where operators are built
         for node in self.nodes:
@@ -67,7 +67,7 @@ class Source:
         }
 
     def _read(self, scope: Scope, around: Scope | None) -> None:
-        """Find the names that a scope binds, and those of the scopes in it."""
+        """Find the names that a scope and its inner scopes bind."""
         names = self.bound[scope] = set()
         if around is not None:
             self.around[scope] = around
@@ -90,7 +90,7 @@ class Source:
             elif isinstance(node, ast.AnnAssign):
                 parts = [(part, node) for part in (node.value, node.target) if part is not None]
             elif isinstance(node, ast.ClassDef):
-                # What a class binds is not visible in its methods.
+                # Names bound in a class are not visible in its methods.
                 parts = [(part, node) for part in (*node.bases, *node.decorator_list)]
                 for member in node.body:
                     self.scope_of[member], self.parent[member] = scope, node
@@ -105,7 +105,7 @@ class Source:
             self._read(item, scope)
 
     def _outside(self, function: Function | ast.Lambda) -> list[ast.AST]:
-        """The parts of a function that are evaluated where it is defined."""
+        """The parts of a function that are evaluated in the scope around it."""
         parts: list[ast.AST | None] = [*function.args.defaults, *function.args.kw_defaults]
         if not isinstance(function, ast.Lambda):
             parts += function.decorator_list
@@ -144,14 +144,14 @@ class Source:
             self.defined.setdefault((scope, node.name), []).append(node)
 
     def owner(self, node: ast.Name) -> Scope | None:
-        """The scope in which a name lives; None for Python's names and the given ones."""
+        """The scope that binds a name; None for builtins and predefined names."""
         here: Scope | None = self.scope_of[node]
         while here is not None and node.id not in self.bound[here]:
             here = self.around.get(here)
         return here
 
     def python_name(self, node: ast.AST) -> str:
-        """`json.loads` for what means that; empty for what is no name of Python's."""
+        """The dotted name (`json.loads`) of an import or builtin; empty for anything else."""
         if isinstance(node, ast.Attribute):
             owner = self.python_name(node.value)
             return f"{owner}.{node.attr}" if owner in MODULES else ""
@@ -162,13 +162,13 @@ class Source:
         return self.imported.get((scope, node.id), "")
 
     def handles(self, node: ast.AST | None) -> frozenset[tuple[str, str]]:
-        """Instance and name of the operators that a call may reach."""
+        """(instance, operator) of each operator that a call may reach."""
         if not isinstance(node, ast.Call):
             return frozenset()
         return self.graph.flow.calls.get(place_of(node), frozenset())
 
     def function(self, node: ast.AST) -> Function | ast.Lambda | None:
-        """The function of the graph that an expression names."""
+        """The function of the graph that an expression certainly refers to, or None."""
         if isinstance(node, ast.Lambda):
             return node
         if isinstance(node, ast.Attribute) and is_self(node.value):
@@ -181,7 +181,7 @@ class Source:
         return None
 
     def values(self, node: ast.AST) -> list[ast.expr] | None:
-        """What is assigned to a name or to an attribute of self, anywhere; None if not known."""
+        """All values assigned to a name or an attribute of self; None if one is unknown."""
         found: list[Any] = []
         if isinstance(node, ast.Attribute) and is_self(node.value):
             found = self.set_on_self.get(node.attr, [])
@@ -190,14 +190,14 @@ class Source:
         return None if not found or None in found else found
 
     def stores_of(self, node: ast.Name) -> list[ast.AST]:
-        """Where a name is set; nothing for a parameter, which may be anything."""
+        """The nodes that bind a name; empty for a parameter, whose value is unknown."""
         owner = self.owner(node)
         if isinstance(owner, FUNCTIONS) and node.id in {p.arg for p in parameters(owner.args)}:
             return []
         return self.stores.get((owner, node.id), [])
 
     def value_of(self, store: ast.AST) -> ast.expr | None:
-        """What is assigned where a name is set; None where that is no plain assignment."""
+        """The value assigned at a binding node; None if not by a plain assignment."""
         parent = self.parent.get(store)
         if isinstance(parent, (ast.Assign, ast.AnnAssign, ast.NamedExpr)):
             return parent.value
@@ -209,7 +209,7 @@ class Source:
         return value.elts[parent.elts.index(store)] if fits else None  # type: ignore[arg-type]
 
     def results(self, node: ast.AST, depth: int = 4) -> frozenset[str]:
-        """The operators whose whole result an expression is; none where it may be anything else."""
+        """The operators whose whole result an expression is; empty if it may be anything else."""
         if isinstance(node, ast.Await):
             found = frozenset(name for _, name in self.handles(node.value))
             return found if found <= set(self.operators) else frozenset()
@@ -239,7 +239,7 @@ def is_self(node: ast.AST) -> bool:
 
 
 def returns_of(function: ast.AST) -> list[ast.Return]:
-    """The returns with a value of a function itself, without those of functions in it."""
+    """The returns with a value of a function, without those of nested functions."""
     found, pending = [], list(getattr(function, "body", ()))
     while pending:
         node = pending.pop()
@@ -251,7 +251,7 @@ def returns_of(function: ast.AST) -> list[ast.Return]:
 
 
 def options_of(node: ast.Call) -> dict[str, Any]:
-    """The options of an operator that is built; an expression where one is not written out."""
+    """Options at the construction of an operator; the expression for those that are no literal."""
     options = {}
     for word in node.keywords:
         if word.arg and word.arg not in ("llm", "name"):

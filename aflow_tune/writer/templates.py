@@ -1,8 +1,8 @@
-"""Workflows that are ours: the shipped ones, and a straight line built of an operator or two.
+"""Workflows that the policy did not write: shipped templates, and generated straight lines.
 
-Shipped ones (`templates/`) are examples for the policy, seeds of the warm start, and the default
-ones. The straight line stands in for a graph that failed: one operator answers the problem, Test or
-Format works on its answer, each called as it declares. Nothing that the policy wrote goes in.
+Templates (`templates/*.yaml`) are examples for the policy, candidates of the warm start, default
+workflows. A straight line replaces a graph that failed: one operator answers the problem, then Test
+or Format works on its answer, called by their signatures. It contains no text of the policy's.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "code": ("code_with_tests", "code_once"),
     "qa": ("extract_then_answer", "answer", "one_call"),
 }
-"""By problem type, what is the default workflow if its operators are allowed: the first."""
+"""By problem type, the candidates for the default workflow: the first that is allowed wins."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """One workflow: the name of its file, what it does in one line, the types of problem that it
-    is for, its instructions by operator instance, and its code."""
+    """One workflow: the name of its file, a one-line description, its problem types, its
+    instructions by operator instance, and its code."""
 
     name: str
     about: str
@@ -44,7 +44,7 @@ class Template:
 
     @classmethod
     def of(cls, name: str, held: Mapping[str, Any]) -> Template:
-        """From what its file holds."""
+        """From the parsed YAML of its file."""
         types = tuple(kind for kind in PROBLEM_TYPES if kind in held["problem_types"])
         about, prompts = str(held.get("about") or ""), dict(held.get("prompts") or {})
         return cls(name, about, types, prompts, held["graph_code"])
@@ -56,13 +56,13 @@ class Template:
         return Graph(f"template {self.name}", sources, instructions=dict(self.prompts))
 
     def fits(self, problem_type: str | None, operators: Collection[str]) -> bool:
-        """Whether it is for this type of problem (None: any) and made of these operators only."""
+        """Whether it is for this type of problem (None: any) and uses these operators only."""
         known = problem_type is None or problem_type in self.problem_types
         return known and set(self.operators) <= set(operators)
 
     @functools.cached_property
     def operators(self) -> tuple[str, ...]:
-        """Names of the operators that it is made of, in the order of its code."""
+        """Names of its operators, in source order."""
         return tuple(dict.fromkeys(self.graph.shape.instances.values()))
 
 
@@ -70,15 +70,15 @@ TEMPLATES: Mapping[str, Template] = {
     file.stem: Template.of(file.stem, yaml.safe_load(file.read_text(encoding="utf-8")))
     for file in sorted(Path(__file__).with_name("templates").glob("*.yaml"))
 }
-"""The shipped ones by name."""
+"""The shipped templates by name."""
 
 
 def default_graph(
     problem_type: str, operators: Mapping[str, type[Operator]] = OPERATORS, entry_point: bool = True
 ) -> Graph:
-    """The default workflow of a type of problem, of the allowed operators only: a shipped one, else
-    a straight line. `entry_point`: whether a problem of code names the function to write. Raises
-    BadInput: no operator that is allowed can answer a problem."""
+    """The default workflow of a problem type with these operators: a template, else a straight
+    line. `entry_point`: whether a code problem names the function to write. Raises `BadInput` if
+    none of the operators can answer a problem."""
     for name in _DEFAULTS[problem_type]:
         template = TEMPLATES[name]
         callable_ = entry_point or not template.graph.shape.needs_entry_point
@@ -99,17 +99,17 @@ INSTRUCTIONS: Mapping[str, str] = {
     "code": "Write the Python function that the task asks for.",
     "qa": "Answer the question from what is given, in as few words as it allows.",
 }
-"""By problem type: what an operator is told that takes an instruction and was given none."""
+"""By problem type: the instruction for operators that take one and were given none."""
 
 _FIRST: Mapping[str, tuple[str, ...]] = {
     "math": ("Programmer", "AnswerGenerate", "Custom"),
     "code": ("CustomCodeGenerate", "Custom", "Programmer"),
     "qa": ("AnswerGenerate", "Custom", "Programmer"),
 }
-"""By problem type: who answers, if more than one operator could."""
+"""By problem type: preferred operators for the answer, best first."""
 _PROBLEM = ("problem", "input", "question", "task")
 _ANSWERS = ("answer", "output", "response", "solution")
-"""Keys of a result that hold an answer, the best first."""
+"""Keys of a result that may hold the answer, best first."""
 
 _CODE = """\
 class Workflow:
@@ -129,14 +129,14 @@ def straight_line(
     problem_type: str,
     entry_point: bool,
 ) -> Graph | None:
-    """A graph of some of the operators `named`, the preferred ones first, each called once at most;
-    None where none can answer. `entry_point`: whether the problem names a function to write."""
+    """A graph of one or two of the operators `named`, each called once; None if none of them can
+    answer. `entry_point`: whether the problem names a function to write."""
     known, ranks = [name for name in named if name in operators], _FIRST.get(problem_type, ())
-    # A stable sort: what no rank is known of keeps its order, behind the others.
+    # Stable: operators without a rank keep their order, after the others.
     known.sort(key=lambda name: ranks.index(name) if name in ranks else len(ranks))
     have = {*_PROBLEM} | ({"entry_point"} if entry_point else set())
     used: list[str] = []
-    for name in known:  # the first that answers a problem by itself
+    for name in known:  # the first that can answer a problem alone
         takes, answers = _parameters(operators[name]), _answer_key(operators[name]) is not None
         needed = {item for item, required in takes.items() if required}
         if needed <= have and {*_PROBLEM} & {*takes} and answers:
@@ -170,7 +170,7 @@ def straight_line(
 def default_instructions(
     instances: Mapping[str, str], operators: Mapping[str, type[Operator]], problem_type: str
 ) -> dict[str, str]:
-    """By instance, an instruction for those whose operator takes one as an argument."""
+    """The default instruction by instance, for operators with an argument `instruction`."""
     return {
         instance: INSTRUCTIONS.get(problem_type, INSTRUCTIONS["math"])
         for instance, name in instances.items()

@@ -1,4 +1,4 @@
-"""The vocabulary of the writer's room: a written workflow, its refusals, its bound."""
+"""The types of this package: a written workflow, its refusals, limits, bound and verdict."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ if TYPE_CHECKING:
 ProblemType = Literal["math", "code", "qa"]
 PROBLEM_TYPES: tuple[ProblemType, ...] = ("math", "code", "qa")
 MAX_REFUSALS = 50
-"""Refusals of one graph that are kept."""
+"""Most refusals kept of one graph."""
 MAX_SHOWN = 60
-"""Characters of a piece of source in a message."""
+"""Most characters of a piece of source in a message."""
 
 
 class WrittenForm(StrEnum):
-    """How a workflow was read from the policy's text."""
+    """How a workflow was read from the policy's reply."""
 
     HYBRID = "hybrid"  # one JSON object with `prompts` and `graph_code`
-    REPAIRED = "repaired"  # the same, after its JSON was mended or dug out of other text
+    REPAIRED = "repaired"  # the same, after repairing the JSON or finding it in other text
     CODE = "code"  # Python alone: a workflow without prompts of its own
 
 
 class RefusalKind(StrEnum):
-    """Why a graph is refused. The value is its word in records and metrics."""
+    """Why a graph is refused. The values appear in records and metrics."""
 
     UNREADABLE = "unreadable"  # neither the JSON object nor Python code was found
     SYNTAX = "syntax"
-    SHAPE = "shape"  # it is no workflow: no class, no `__call__`, wrong parameters
+    SHAPE = "shape"  # not a workflow: no class or `__call__`, wrong parameters or result
     NOT_ALLOWED = "not_allowed"  # Python that a written graph may not contain
     UNKNOWN_OPERATOR = "unknown_operator"
     UNKNOWN_NAME = "unknown_name"
-    PROMPT = "prompt"  # a prompt that is missing, not used, or does not fit its operator
+    PROMPT = "prompt"  # a prompt that is missing, for no operator, too long, or no text
     ARGUMENTS = "arguments"  # a call that does not fit the operator's signature
-    UNBOUNDED = "unbounded"  # a loop or a recursion that plainly never ends
+    UNBOUNDED = "unbounded"  # a loop or recursion that never ends
     OVER_BUDGET = "over_budget"
     TOO_LARGE = "too_large"
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """One thing that is wrong with a graph, as a sentence to learn from: what, and what to write
-    instead. Line and column in the graph code count from 1; 0 where it is not in the code."""
+    """One fault of a graph. `message` says what is wrong and what to write instead, for the policy
+    to learn from. `line` and `column` in the graph code count from 1; 0: not in the code."""
 
     kind: RefusalKind
     message: str
@@ -60,36 +60,36 @@ class Refusal:
         return place + self.message
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """As plain JSON values."""
         return {**asdict(self), "kind": self.kind.value}
 
 
 class Refusals:
-    """The refusals of one graph: the first one of each place, which the others follow from."""
+    """The refusals of one graph; only the first at each place, as others follow from it."""
 
     def __init__(self) -> None:
         self.by_place: dict[tuple[Any, ...], Refusal] = {}
 
     def add(self, kind: RefusalKind, message: str, node: ast.AST | None = None) -> None:
-        """Refuse something, at a node of the source or at no place."""
+        """Add a refusal at a node of the source, or without a place."""
         line = getattr(node, "lineno", 0)
         self.at(kind, message, line, getattr(node, "col_offset", -1) + 1 if line else 0)
 
     def at(self, kind: RefusalKind, message: str, line: int, column: int) -> None:
-        """Refuse something at a line and column, both from 1."""
+        """Add a refusal at a line and column, both from 1; line 0: without a place."""
         place = (line, column) if line else (0, message)
         self.by_place.setdefault(place, Refusal(kind, message, line, column))
 
     def in_order(self) -> tuple[Refusal, ...]:
-        """Those of the code by place, then the others as they came."""
+        """The first MAX_REFUSALS: those in the code by place, then the others as they came."""
         found = sorted(self.by_place.values(), key=lambda one: (one.line or math.inf, one.column))
         return tuple(found)[:MAX_REFUSALS]
 
 
 @dataclass(frozen=True)
 class Written:
-    """A workflow as the policy wrote it: its code, instructions by operator instance, and what was
-    mended while reading it."""
+    """A workflow as the policy wrote it: its code, instructions by operator instance, and `notes`
+    on what was repaired while reading it."""
 
     code: str
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -99,9 +99,9 @@ class Written:
 
 @dataclass(frozen=True)
 class CheckLimits:
-    """What a graph may use at worst, and what one call of a model may. `tokens`: prompt and
-    completion together; `retries`: how often an operator asks again for an answer that it cannot
-    read; prices: the highest among the models. None: no limit, or not known."""
+    """What a graph may use at worst, and one call of a model. `tokens`: prompt and completion
+    together; `retries`: how often an operator asks again after an unreadable reply; prices: US
+    dollars per token, the highest among the models. None: no limit, or unknown."""
 
     model_calls: int = 20
     tokens: int | None = None
@@ -114,7 +114,7 @@ class CheckLimits:
 
     @property
     def affordable_calls(self) -> int:
-        """Model calls that `usd` pays for at worst; `model_calls` where no money is counted."""
+        """Model calls that `usd` pays for at worst; `model_calls` if fewer, or a price is None."""
         prices = (self.usd_per_prompt_token, self.usd_per_completion_token)
         if self.usd is None or prices[0] is None or prices[1] is None:
             return self.model_calls
@@ -124,8 +124,8 @@ class CheckLimits:
 
 @dataclass(frozen=True)
 class Bound:
-    """What a graph can use at worst, retries of operators included. `operator_calls` holds direct
-    calls of the model too; `usd` is None where a price is not known."""
+    """What a graph can use at worst, including retries of operators. `operator_calls` includes
+    direct calls of the model; `usd` is None if a price is unknown."""
 
     operator_calls: int
     model_calls: int
@@ -141,8 +141,8 @@ class Bound:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the check found. `written` is None where nothing could be read, `graph` (with its
-    prompts) where its code is no Python, `bound` where the source tells none."""
+    """The result of the check. `written` is None if nothing could be read, `graph` also if the code
+    does not parse or is too large, `bound` also if the source determines none."""
 
     written: Written | None
     graph: Graph | None
@@ -156,14 +156,14 @@ class Verdict:
 
     @property
     def code_ok(self) -> bool:
-        """Whether its code may run, if with other prompts."""
+        """Whether its code may run with other prompts."""
         return self.graph is not None and all(
             refusal.kind is RefusalKind.PROMPT for refusal in self.refusals
         )
 
 
 class Level(IntEnum):
-    """Which workflow gave the answer: the written one, or a fallback (`results.py`)."""
+    """Which workflow ran last: the written one, or a fallback (`results.py`)."""
 
     CLEAN = 0
     DEFAULT_PROMPTS = 1
@@ -172,7 +172,7 @@ class Level(IntEnum):
 
 
 def shown(node: ast.AST) -> str:
-    """A piece of source for a message, shortened."""
+    """The source of a node for a message, at most MAX_SHOWN characters."""
     try:
         text = " ".join(ast.unparse(node).split())
     except (RecursionError, ValueError):
@@ -181,13 +181,13 @@ def shown(node: ast.AST) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` (did you mean X?)`, or nothing."""
+    """` (did you mean X?)` for the nearest known name, else ''."""
     near = difflib.get_close_matches(name[:80], [item for item in known if len(item) <= 80], 1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
 def listed(names: Iterable[str], most: int = 20) -> str:
-    """Names for a message."""
+    """At most `most` names, joined for a message."""
     all_names = list(names)
     shortened = all_names[:most] + (["..."] if len(all_names) > most else [])
     return ", ".join(shortened) or "nothing"

@@ -1,10 +1,10 @@
 """The policy writes a workflow, a frozen executor runs it, the answer is scored: one rollout.
 
-`WriterWorkflow` is a workflow function like any other, and travels to a worker by value. Only the
-policy's calls are recorded and trained. With `turns` above 1 the policy sees what became of its
-graph and may write again, or keep it; the last workflow counts, and the spend of all turns.
-Where the executor does not answer, or the scorer cannot tell, the rollout fails and says why.
-`writer_from_config` makes one from the section `writer:`.
+`WriterWorkflow` is a workflow function like any other, pickled to workers. Only the policy's calls
+are recorded and trained on. With `turns` above 1, the policy gets feedback on its graph and may
+write another, or keep it; the last workflow and the spend of all turns count. If the executor does
+not answer or the scorer cannot decide, the rollout fails with a reason. `writer_from_config` builds
+one from the section `writer:`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 CALLER = "writer"
 """Caller of the policy's calls."""
 EXECUTOR_ROLE = "executor"
-"""What calls of an auxiliary model that executes are counted under."""
+"""The role under which an auxiliary executor's calls are counted."""
 TYPE_OF_BENCHMARK: Mapping[str, ProblemType] = {
     "gsm8k": "math",
     "math": "math",
@@ -69,25 +69,25 @@ TYPE_OF_BENCHMARK: Mapping[str, ProblemType] = {
 
 @dataclass(frozen=True)
 class WriterWorkflow:
-    """`async def f(task: Dict, model: TrinityChatModel) -> float`: the policy writes, others run.
+    """`async def f(task: Dict, model: TrinityChatModel, auxiliary_models) -> float`.
 
-    One of `benchmark`, `score` and a row's own field `benchmark` says what an answer is worth; the
-    row's wins over `benchmark`, `score` over both.
+    `score`, else a row's field `benchmark`, else the argument `benchmark` scores the answer.
 
     Args:
         executor: an auxiliary model's name, or a role of `clients` or of the configuration's
             `models:`.
         models: role by operator, for those that do not use the executor.
-        problem_type: of rows that do not say it. None: by their benchmark.
-        problem: field with the question. None: the benchmark's own text, or the first usual name.
+        problem_type: of rows without a field `problem_type`. None: by their benchmark.
+        problem: field of the question. None: the benchmark's, or the first usual name.
+        entry_point: field with the name of the function to write, for code problems.
         test_cases: what the operator Test may use.
         template: the policy's prompt. None: the shipped one.
+        turns: how often the policy is asked at most.
         check: what a graph may use at worst; one that could use more is refused, or stopped.
-        seconds: for running one graph, fallbacks included.
-        limited: roles whose models limit the length of their answers by themselves; to all others
-            `check.call_completion_tokens` is given.
-        fallbacks: as in `run_written`. False for trying graphs out, never for training.
-        clients: by role, where no configuration's `models:` answer. They travel without keys.
+        seconds: for the execution of one graph, including fallbacks.
+        limited: roles with a `max_tokens` of their own; others get `check.call_completion_tokens`.
+        fallbacks: as in `run_written`. False only for trying graphs out, never for training.
+        clients: by role, before auxiliary and configured models. They are pickled without keys.
     """
 
     executor: str
@@ -110,13 +110,13 @@ class WriterWorkflow:
 
     @property
     def carries(self) -> tuple[Callable[..., Any], ...]:
-        """Functions and classes of the user's inside, which travel to a worker as well."""
+        """The user's functions and classes, whose code has to be sent to workers too."""
         scores = () if self.score is None else (self.score,)
         return (*scores, *(kind for name, kind in self.operators.items() if name not in OPERATORS))
 
     @property
     def reads(self) -> tuple[FieldRead, ...]:
-        """The fields that every row must have, for the check of the data."""
+        """The fields that every row must have."""
         names = [self.problem] if self.problem else []
         if self.benchmark is None and self.score is None:
             names.append("benchmark")
@@ -132,9 +132,9 @@ class WriterWorkflow:
 
         Raises:
             ExecutorFailed: the frozen models did not answer.
-            Unscored: the scorer could not tell.
-            SandboxUnavailable: the graph would have to run, and no sandbox can be built here.
-            BadInput: the row has no problem, or its type or benchmark is not known.
+            Unscored: the scorer could not decide.
+            ModelError, SandboxUnavailable, BudgetReached: as `write`.
+            BadInput: the row has no problem, or its type or benchmark is unknown.
         """
         benchmark = self._benchmark_of(task)
         entry_point = task.get(self.entry_point)
@@ -167,8 +167,8 @@ class WriterWorkflow:
         answer_form: str = "",
         auxiliary_models: Mapping[str, Any] | None = None,
     ) -> WriterRun:
-        """Let the policy write for a problem, and run what it writes; nothing is scored.
-        `answer_form` is told to the policy and, behind the problem, to its graph.
+        """Let the policy write for a problem and execute what it writes, without scoring.
+        `answer_form` is in the policy's prompt and, after the problem, in the graph's input.
 
         Raises:
             ModelError: the policy itself did not answer.
@@ -184,7 +184,7 @@ class WriterWorkflow:
                     text = (await policy.complete(messages)).text
             except ModelError as error:
                 if results and error.failure is ModelFailure.REFUSED:
-                    break  # the conversation has outgrown the policy: what it wrote counts
+                    break  # the conversation exceeds its context: the last graph counts
                 raise
             asked += 1
             if results and keeps(text):
@@ -203,7 +203,7 @@ class WriterWorkflow:
         results: list[TurnResult] | None = None,
         answer_form: str = "",
     ) -> list[dict[str, str]]:
-        """What the policy is asked, after these turns."""
+        """The prompt of the policy after these turns."""
         return policy_messages(
             problem,
             operators=self.operators,
@@ -216,17 +216,17 @@ class WriterWorkflow:
         )
 
     def problem_of(self, task: Mapping[str, Any]) -> str:
-        """The problem's text. Raises BadInput: the row has none."""
+        """The problem's text. Raises `BadInput` if the row has none."""
         return problem_of(task, self.problem, self._benchmark_of(task), "writer")
 
     def answer_form_of(self, task: Mapping[str, Any]) -> str:
-        """What its benchmark says about the form of an answer; empty where a function scores."""
+        """The benchmark's description of an answer's form; empty if a function scores."""
         benchmark = self._benchmark_of(task)
         return "" if benchmark is None else find(benchmark).answer_form
 
     def type_of(self, task: Mapping[str, Any]) -> ProblemType:
-        """The problem's type: of the row, else of the configuration, else by its benchmark. Raises
-        BadInput: none of them says it, or the row says another one."""
+        """The problem's type: from the row, else the configuration, else the benchmark. Raises
+        `BadInput` if none has it, or the one found is not in PROBLEM_TYPES."""
         said = task.get("problem_type")
         benchmark = self._benchmark_of(task)
         found = said or self.problem_type
@@ -243,7 +243,7 @@ class WriterWorkflow:
         )
 
     def row_faults(self, row: Mapping[str, Any]) -> list[Fault]:
-        """What keeps a row from being asked about or scored: one fault, or none."""
+        """Why a row cannot be used or scored; empty if it can."""
         try:
             benchmark = self._benchmark_of(row)
             if benchmark is not None:
@@ -292,7 +292,7 @@ class WriterWorkflow:
                 client = as_client(auxiliary_models[role], role=name)
             client = client or client_for(role)
             clients[role] = client if role in self.limited else _Limited(client, self.check)
-        # Of a graph whose bound could not be told the calls are limited by the money too.
+        # Without a static bound, `usd` was not checked: limit the calls by it.
         bounded = verdict.bound is not None
         limits = GraphLimits(
             seconds=self.seconds,
@@ -330,7 +330,7 @@ class WriterWorkflow:
     ) -> tuple[float, dict[str, float]]:
         """The score of the answer in [0, 1], and the scores by both rules for the metrics."""
         if not run.last.executed.run.ok:
-            return 0.0, {}  # no answer: there is nothing that a scorer could be asked
+            return 0.0, {}  # no answer to score
         if benchmark is not None:
             scores = await score_both(benchmark, task, run.text, policy=self.sandbox)
             return scored(scores["strict"]), logged(scores)
@@ -347,14 +347,14 @@ class WriterWorkflow:
 
 
 class _Limited:
-    """A client whose answers are as long as the check has counted with, and no longer."""
+    """A client that caps `max_tokens` at the value that the check has counted with."""
 
     def __init__(self, client: ModelClient, limits: CheckLimits) -> None:
         self._client, self._most = client, limits.call_completion_tokens
         self.role, self.model = client.role, client.model
 
     async def complete(self, messages: Sequence[Message], **settings: Any) -> Reply:
-        """As the client's."""
+        """As the wrapped client, with `max_tokens` capped."""
         asked = settings.pop("max_tokens", None)
         most = self._most if asked is None else min(asked, self._most)
         return await self._client.complete(messages, max_tokens=most, **settings)
@@ -363,13 +363,13 @@ class _Limited:
 Settings = Mapping[str, ModelSettings]
 _MAX_TURNS = 16
 _ABOVE_0 = 5e-324
-"""The smallest number above 0."""
+"""The smallest float above 0."""
 
 
 @dataclass(frozen=True)
 class AuxiliaryModel:
-    """What the writer asks of one of `explorer.auxiliary_models`: the most tokens of one answer
-    (None: nothing bounds it) and of one prompt (None: not known)."""
+    """Limits of one of `explorer.auxiliary_models`: the most tokens of one answer (None: no limit)
+    and of one prompt (None: unknown)."""
 
     answer_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -387,13 +387,13 @@ def writer_from_config(
     sandbox: str = "auto",
     where: Callable[[str], str] = str,
 ) -> WriterWorkflow:
-    """The workflow function that a configuration's `writer:` section describes.
+    """The workflow function of a configuration's `writer:` section.
 
     Args:
         settings, auxiliary: the configuration's `models:`, and its auxiliary models by name.
-        operators: its `operators:`, loaded; the shipped ones are known besides.
-        score, test_cases, prompt: what the keys of the section name, loaded or found.
-        where: from a key of the configuration to its place, for messages.
+        operators: its `operators:`, loaded; the shipped ones are added.
+        score, test_cases, prompt: the function and the files that the section names.
+        where: maps a key of the configuration to its place, for messages.
 
     Raises:
         BadInput: with every fault of the section.
@@ -444,7 +444,7 @@ def writer_from_config(
 def _check_limits(
     section: WriterSection, settings: Settings, auxiliary: Mapping[str, AuxiliaryModel]
 ) -> CheckLimits:
-    """What a graph may use at worst: the section's limits, and those of the models' calls."""
+    """What a graph may use at worst: the section's limits, and the models' limits per call."""
     roles, usual = _roles(section), CheckLimits()
     answers = [_answer_tokens(role, settings, auxiliary) for role in roles]
     prompts = [auxiliary[role].prompt_tokens if role in auxiliary else None for role in roles]
@@ -476,7 +476,7 @@ def _answer_tokens(
 
 
 def _prices(role: str, settings: Settings, prompt_tokens: int) -> tuple[Any, Any]:
-    """US dollars for a token of a prompt and of an answer; None where they are not known."""
+    """US dollars for one token of a prompt and of an answer; None if unknown."""
     model = settings.get(role)
     if model is None or not model.model:
         return None, None
@@ -492,7 +492,7 @@ def _role_faults(
     auxiliary: Mapping[str, AuxiliaryModel],
     operators: Mapping[str, type[Operator]],
 ) -> Iterator[Fault]:
-    """Roles and operators that do not exist, the tuned model as a frozen one; `where` is a key."""
+    """Unknown roles and operators, and the tuned model used as a frozen one; `where` is a key."""
     named = {"writer.executor": section.executor or ""}
     named |= {f"writer.models.{name}": role for name, role in section.models.items()}
     there = [role for role in settings if role != POLICY] + list(auxiliary)
@@ -515,7 +515,7 @@ def _role_faults(
 def _value_faults(
     section: WriterSection, operators: Mapping[str, type[Operator]], score: ScoreFunction | None
 ) -> Iterator[Fault]:
-    """Values of the section that are wrong by themselves."""
+    """Faults of single values of the section."""
     unknown = [name for name in dict.fromkeys(section.operators) if name not in operators]
     for name in unknown:
         cure = _near(name, operators, "name one of them, or add it to `operators:`")
@@ -555,7 +555,7 @@ def _value_faults(
 def _budget_faults(
     section: WriterSection, settings: Settings, auxiliary: Mapping[str, AuxiliaryModel]
 ) -> Iterator[Fault]:
-    """A limit on tokens needs one on an answer, a limit on money needs prices too."""
+    """A limit on tokens needs `max_tokens` of each model; a limit on money also needs prices."""
     limit = "max_usd" if section.max_usd is not None else "max_tokens"
     if getattr(section, limit) is None:
         return

@@ -1,6 +1,6 @@
-"""What the sampler asks of a model: rows of sequences that are extended one token at a time.
+"""The sampler's interface to a model: a batch of sequences, extended one token at a time.
 
-`llama.LlamaDecoder` is lean and fast for the Llama family; `GenericDecoder` is Hugging Face's own
+`llama.LlamaDecoder` is the fast decoder for Llama-like models; `GenericDecoder` uses Hugging Face's
 forward, for every other causal LM with ordinary key-value caches.
 """
 
@@ -29,35 +29,35 @@ log = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
-    """Rows 0..B-1 are the active sequences. All methods run on the sampler's thread. Of prompt
-    tokens, `computed_tokens` went through the model, `shared_tokens` were copied instead."""
+    """Rows 0..B-1 are the active sequences. All methods run on the sampler's thread. Totals of
+    prompt tokens: `computed_tokens` by the model, `shared_tokens` copied from cached prefixes."""
 
     computed_tokens: int
     shared_tokens: int
 
     def add(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Append one row a prompt; returns the logits after each prompt, [N, V]."""
+        """Append one row per prompt; returns the logits after each prompt, [N, V]."""
 
     def step(self, tokens_B: Tensor) -> Tensor:
         """Append one token to every row; returns the logits after it, [B, V]."""
 
     def drop(self, rows: set[int]) -> list[int]:
-        """Remove rows; returns for each remaining row the row that it was before."""
+        """Remove rows; returns the old index of each remaining row."""
 
     def score(self, token_ids: Sequence[int], temperature: float, first: int = 1) -> list[float]:
         """Teacher-forced log-probabilities of tokens first..T-1; active rows are not touched."""
 
     def load(self, state: Mapping[str, Tensor], lora: LoraSpec | None) -> None:
-        """Change the weights: an adapter state, or parameters by their names. No active rows.
-        Raises BadInput: a name or shape that the model does not have; nothing was changed."""
+        """Load an adapter state, or parameters by name; there must be no active rows. Raises
+        BadInput: a name or shape that the model does not have; nothing is changed."""
 
     def reset(self) -> None:
-        """Drop all rows and every stored prefix."""
+        """Remove all rows and stored prefixes."""
 
 
 @torch.inference_mode()
 def make_decoder(model: PreTrainedModel) -> Decoder:
-    """The fastest decoder that computes what `model` computes. The lean one is first compared with
+    """`LlamaDecoder` if it supports `model`, else `GenericDecoder`. The first is compared with
     Hugging Face's forward: some configurations look like Llama and compute something else."""
     if not supports(model):
         return GenericDecoder(model)
@@ -74,8 +74,8 @@ def make_decoder(model: PreTrainedModel) -> Decoder:
 
 
 class GenericDecoder:
-    """`Decoder` over `model.forward`: rows are padded on the left, equal prompts of a call computed
-    once. Weights are changed in the model itself; the base of adapted layers is kept aside."""
+    """`Decoder` over `model.forward`: rows are padded on the left; equal prompts of a call are
+    computed once. Adapters are merged into the model's own weights, from copies of the base."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -112,7 +112,7 @@ class GenericDecoder:
         logits, layers = self._forward(ids.to(self.model.device), lengths, None)
         repeat = torch.tensor(places, device=self.model.device)
         layers = [(k[repeat], v[repeat]) for k, v in layers]
-        if self.lengths:  # the shorter rows are padded on the left, as all are
+        if self.lengths:
             columns = max(width, self.layers[0][0].shape[2])
 
             def stacked(held: Tensor, added: Tensor) -> Tensor:
@@ -153,8 +153,8 @@ class GenericDecoder:
     def _forward(
         self, ids_BN: Tensor, lengths: list[int], layers: list[tuple[Tensor, Tensor]] | None
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Logits after the last column, [B, V], and the cache [B, heads, columns, dim] a layer.
-        `lengths` counts each row's real tokens, the new ones included."""
+        """Logits after the last column, [B, V], and the cache per layer, [B, heads, columns, dim].
+        `lengths` counts each row's tokens without padding, new ones included."""
         from transformers import DynamicCache
         from transformers.cache_utils import DynamicLayer
 

@@ -1,14 +1,14 @@
-"""The sampler: many requests, one thread that decodes them all together.
+"""The sampler: continuous batching of many requests on one thread.
 
 Requests, weight updates and scoring jobs are served in order. Waiting sequences join the running
 batch between two decode steps. A weight update is a barrier, so no completion mixes two versions.
-`deterministic=True` serves one request at a time from an empty cache; otherwise the company may
-change the last bits of a request's arithmetic.
+`deterministic=True` serves one request at a time from an empty cache; otherwise the other rows of
+the batch may change the last bits of a request's logits.
 
-Drawing inverts one uniform number, so a sequence's randomness is a row of uniforms fixed at
-admission: the same seed, prompt and weights give the same tokens in whatever company.
+Tokens are drawn by inverse transform sampling from uniforms fixed when the request arrives: up to
+those last bits, seed, prompt and weights determine the tokens, whatever else is in the batch.
 Log-probabilities are those of softmax(logits / temperature) over the whole vocabulary in fp32;
-top-p, top-k and grammars restrict what is drawn, never what is reported.
+top-p, top-k and grammars restrict what is drawn, not what is reported.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""One way to write each value: a sampling model can otherwise emit blanks without end."""
+"""llguidance options that fix the white space: a model could otherwise emit blanks endlessly."""
 _BLOCK = 256
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """One request: `n` sequences from one prompt, of at most `max_tokens` new tokens each, the end
-    of sequence included. Checked by `validate`."""
+    """One request: `n` sequences from one prompt, of at most `max_tokens` new tokens each including
+    the end of sequence. Checked by `validate`."""
 
     max_tokens: int
     n: int = 1
     temperature: float = 1.0
-    """Divides the logits. 0 takes the likeliest token and reports log-probabilities at 1."""
+    """Divides the logits. 0: greedy, with log-probabilities at temperature 1."""
     top_p: float = 1.0
     top_k: int = 0
     """Draw among the k likeliest tokens; 0 = all."""
     stop: tuple[str, ...] = ()
-    """The text ends before the first of these; the tokens that spell it are kept."""
+    """The text ends before the first of these; its tokens stay in `token_ids`."""
     seed: int | None = None
-    """Sequence i draws from Generator(seed + i); None takes fresh randomness."""
+    """Sequence i draws from Generator(seed + i); None: a random seed."""
     top_logprobs: int = 0
-    """Also report this many likeliest tokens at every position."""
+    """Also report the log-probabilities of this many most likely tokens at every position."""
     ignore_eos: bool = False
     json_schema: dict[str, Any] | None = None
     grammar: str | None = None
@@ -99,7 +99,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """One drawn sequence: its tokens, an end of sequence included, and for each the fp32 log
+    """One sampled sequence: its tokens including the end of sequence, and for each the fp32 log
     softmax(logits / temperature). `text` has no special tokens and is cut before a stop string."""
 
     token_ids: list[int]
@@ -108,13 +108,13 @@ class Completion:
     finish_reason: str
     """'stop' (end of sequence, stop string, grammar complete) or 'length'."""
     top_logprobs: list[dict[int, float]] | None = None
-    """The likeliest tokens of each position; None unless asked for."""
+    """Token id to log-probability of the most likely tokens per position; None unless requested."""
 
 
 @dataclass
 class RowRule:
-    """What restricts one row's next token beyond the temperature. `banned`: boolean over the
-    vocabulary, the tokens that must not be drawn."""
+    """Restrictions on one row's next token beyond the temperature. `banned`: boolean [V], the
+    tokens that must not be drawn."""
 
     greedy: bool = False
     top_p: float = 1.0
@@ -125,8 +125,8 @@ class RowRule:
 def draw(
     logits_BV: Tensor, temperatures_B1: Tensor | None, uniforms_B: Tensor, rules: dict[int, RowRule]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token a row: tokens_B, their log-probabilities_B, and probabilities_BV, fp32, from
-    uniforms in [0, 1). `temperatures_B1`: None when all are 1; `rules`: by row number."""
+    """Draw one token per row with uniforms in [0, 1). Returns tokens_B, fp32 log-probabilities_B
+    and unrestricted probabilities_BV. `temperatures_B1`: None if all are 1; `rules`: by row."""
     if temperatures_B1 is not None:
         logits_BV = logits_BV.float() / temperatures_B1
     probs_BV = torch.softmax(logits_BV, dim=-1, dtype=torch.float32)
@@ -141,15 +141,15 @@ def draw(
             tokens_B[row] = weights_BV[row].argmax()
     logprobs_B = probs_BV.gather(1, tokens_B[:, None])[:, 0].log()
     for row in torch.isinf(logprobs_B).nonzero()[:, 0].tolist():
-        # A token that only a restriction made possible: its probability underflows.
+        # Only drawn because of a restriction: its unrestricted probability underflows to 0.
         exact_V = torch.log_softmax(logits_BV[row].float(), dim=-1)
         logprobs_B[row] = exact_V[tokens_B[row]]
     return tokens_B, logprobs_B, probs_BV
 
 
 def invert(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds uniform * total, per row, and never one of
-    weight zero. Blocks are summed first, so that only one a row needs a running sum."""
+    """Per row, the first token whose cumulative weight exceeds uniform * total, never one of weight
+    zero. Sums blocks first, so that only one block per row needs a running sum."""
     if short := -weights_BV.shape[1] % _BLOCK:
         weights_BV = F.pad(weights_BV, (0, short))
     blocks_BKW = weights_BV.unflatten(1, (-1, _BLOCK))
@@ -199,7 +199,7 @@ def prompt_faults(prompt_ids: Sequence[int], max_model_len: int) -> list[Fault]:
 
 
 class Vocabulary:
-    """How token ids become text, which end a sequence, and which may come next in a given form."""
+    """Decoding of token ids, the end-of-sequence ids, and grammar matchers."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -216,14 +216,14 @@ class Vocabulary:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def token_text(self, token: int) -> str:
-        """One token's text, special tokens included; parts of a character show as U+FFFD."""
+        """One token's text, special tokens included; a partial character shows as U+FFFD."""
         if token not in self._texts:
             self._texts[token] = str(self.tokenizer.decode([token]))
         return self._texts[token]
 
     def matcher(self, params: SamplingParams) -> LLMatcher | None:
-        """Follows the form that a request asks for, for one sequence; None without one. BadInput if
-        llguidance cannot follow the schema or grammar."""
+        """A matcher of the request's schema or grammar for one sequence, None without either.
+        Raises BadInput: llguidance does not support it."""
         if params.json_schema is None and params.grammar is None:
             return None
         import llguidance.hf
@@ -259,7 +259,7 @@ class Request:
 
 
 class Draft:
-    """Sequence `index` of a request while it is drawn, at most `limit` tokens."""
+    """Sequence `index` of a request while it is sampled, at most `limit` tokens."""
 
     def __init__(self, request: Request, index: int, limit: int, vocabulary: Vocabulary) -> None:
         self.request = request
@@ -272,12 +272,12 @@ class Draft:
         self.logprobs: list[float] = []
         self.tops: list[dict[int, float]] = []
         self.finish_reason: str | None = None
-        # A token adds at least a byte of text, so a stop string that ends here began at most this
-        # many tokens ago; 8 for special tokens in between.
+        # A token adds at least one byte of text, so a stop string that ends now began within this
+        # many tokens; 8 more for special tokens in between.
         self._window = 8 + max((len(s.encode()) for s in self.params.stop), default=0)
 
     def rule(self) -> RowRule | None:
-        """What restricts the next token, or None when only the temperature matters."""
+        """Restrictions on the next token; None if only the temperature applies."""
         p = self.params
         banned: Tensor | None = None
         if self.matcher is not None:
@@ -326,16 +326,16 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 @dataclass
 class _Job:
-    """Work that needs the decoder to itself."""
+    """Work that runs while no sequence is active."""
 
     work: Callable[[], Any]
     future: Future[Any] = field(default_factory=Future)
 
 
 class Sampler:
-    """Draws completions from a causal LM in evaluation mode, which it owns from now on. `max_batch`
-    sequences are decoded together; `max_model_len` counts prompt and completion; `threads` None
-    takes the physical cores; `lora`: of the adapters that `update_weights` will bring."""
+    """Samples completions from a causal LM in evaluation mode, of which it takes ownership.
+    `max_batch` sequences are decoded together; `max_model_len`: prompt and completion; `threads`
+    None: one per physical core; `lora`: the shape of adapters passed to `update_weights`."""
 
     def __init__(
         self,
@@ -374,8 +374,8 @@ class Sampler:
     def generate(
         self, prompts: list[list[int]], params: list[SamplingParams]
     ) -> list[list[Completion]]:
-        """`params[i].n` completions for prompt i; blocks. Raises BadInput if a prompt or its
-        parameters are refused, RunFailed if the engine failed (see its cause) or was closed."""
+        """`params[i].n` completions for prompt i; blocks. Raises BadInput: a prompt or its
+        parameters are invalid; RunFailed: the sampler failed (see its cause) or was closed."""
         requests = [self._request(p, s) for p, s in zip(prompts, params, strict=True)]
         self._enqueue(requests)
         return [request.future.result() for request in requests]
@@ -395,8 +395,8 @@ class Sampler:
         return self._on_thread(lambda: self.decoder.score(token_ids, temperature, first))
 
     def update_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Take new weights; blocks until they are in use and `self.version` is `version`. `state`:
-        see `Weights.load`, whose BadInput leaves everything unchanged; RunFailed as `generate`."""
+        """Load new weights; blocks until they are in use and `self.version` is `version`. `state`,
+        BadInput: as `Weights.load`; RunFailed as `generate`."""
 
         def load() -> None:
             self.decoder.load(state, self.lora)
@@ -405,7 +405,7 @@ class Sampler:
         self._on_thread(load)
 
     def stats(self) -> dict[str, float]:
-        """Totals since the start."""
+        """Totals since the start: tokens, and seconds in which the sampler worked."""
         return {
             "generated_tokens": self._generated,
             "prefilled_tokens": self.decoder.computed_tokens,
@@ -414,7 +414,7 @@ class Sampler:
         }
 
     def close(self) -> None:
-        """Fail what is still waiting, end the thread, free the cache."""
+        """Fail pending requests with RunFailed, end the thread, free the cache."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -449,7 +449,7 @@ class Sampler:
 
     @torch.inference_mode()
     def _run(self, model: PreTrainedModel, ready: Future[Decoder]) -> None:
-        # All of the sampler's arithmetic happens on this thread: each thread that computes keeps a
+        # All torch work of the sampler happens on this thread: each thread that computes keeps a
         # pool of OpenMP workers, and more of these than cores slow a decode step by half.
         torch.set_num_threads(self.threads)
         _settle(ready, lambda: make_decoder(model))
@@ -463,7 +463,7 @@ class Sampler:
                 break
             start = time.perf_counter()
             try:
-                # Let waiting work in, then make one token for every active sequence.
+                # Admit waiting work, then decode one token for every active sequence.
                 gone = {i for i, d in enumerate(self._active) if d.request.future.cancelled()}
                 self._remove(gone)
                 self._admit()
@@ -478,7 +478,7 @@ class Sampler:
         self._fail_all(RunFailed("the sampler was closed"))
 
     def _admit(self) -> None:
-        """Fill the free places of the batch and prefill what came in, together."""
+        """Fill the free rows of the batch and prefill the new sequences together."""
         joining: list[Draft] = []
         while len(self._active) + len(joining) < self.max_batch:
             draft = self._next_draft(idle=not (self._active or joining))
@@ -493,7 +493,7 @@ class Sampler:
         self._active += joining
 
     def _next_draft(self, idle: bool) -> Draft | None:
-        """The next sequence in line; does the jobs that stand before it."""
+        """The next sequence in the queue; first runs the jobs before it, which need `idle`."""
         while True:
             while self._waiting:
                 draft = self._waiting.popleft()
@@ -514,7 +514,7 @@ class Sampler:
                 self._waiting.extend(head.drafts)
 
     def _draw(self) -> None:
-        """Draw a token for every active sequence and take out those that ended."""
+        """Draw a token for every active sequence and remove those that ended."""
         drafts, logits_BV = self._active, self._logits_BV
         assert logits_BV is not None
         temperatures = [d.params.temperature or 1.0 for d in drafts]
@@ -546,7 +546,7 @@ class Sampler:
             self._logits_BV = self._logits_BV[order]
 
     def _fail_all(self, error: Exception) -> None:
-        """Hand `error` to everyone who waits, and start again from an empty cache."""
+        """Fail everything that is pending with `error`, and restart from an empty cache."""
         with self._wake:
             queued = list(self._queue)
             self._queue.clear()
@@ -564,7 +564,7 @@ class Sampler:
 
 
 def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
-    """Give a waiting caller the result or exception of `work`, unless it left meanwhile."""
+    """Set `future` to the result or exception of `work`, unless it was cancelled meanwhile."""
     with contextlib.suppress(InvalidStateError):
         try:
             result = work()

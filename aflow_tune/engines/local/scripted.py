@@ -1,9 +1,9 @@
-"""What a dry run loads: a tiny random model, and a sampler that says what it is told.
+"""The model of a dry run: tiny and random, with a sampler that returns scripted responses.
 
-The model has the tokenizer and the chat template of the one that it stands for, if that is on this
-machine; nothing is fetched. A request carries its answer under `ANSWER_FIELD`, or is answered with
-plain words or the smallest JSON or tool call that it asks for, cut at `max_tokens` and stop
-strings. Log-probabilities are the model's own, so that a trainer finds a ratio of 1.
+The model has the tokenizer and chat template of the one that it replaces, if that is on this
+machine; nothing is downloaded. A request carries its response under `ANSWER_FIELD`; else it gets
+plain words, or the smallest JSON or tool call that it asks for. `max_tokens` and stop strings
+apply. Log-probabilities are the model's own, so that a trainer finds a ratio of 1.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CHATML = (
 
 @dataclass(frozen=True)
 class StandInTokenizer:
-    """A tokenizer, in words where it is from, and whether it is the model's own."""
+    """A tokenizer, a description of its source, and whether it is the model's own."""
 
     tokenizer: PreTrainedTokenizerBase
     source: str
@@ -51,21 +51,21 @@ class StandInTokenizer:
 
 
 def tokenizer_for(name: str) -> StandInTokenizer:
-    """The tokenizer of the model `name` if it is on this machine, else SmolLM2's if that is,
-    else one of single bytes that is made here."""
+    """The tokenizer of the model `name` if it is on this machine, else SmolLM2's if that is, else
+    `byte_tokenizer`. Never downloads."""
     from transformers import AutoTokenizer
 
     for candidate in (name, *BUNDLED):
         folder = cache_dir() / candidate if candidate in BUNDLED else Path(candidate).expanduser()
         place = folder if folder.is_dir() else candidate
         try:
-            # Without the last argument it would ask on the terminal whether to run a folder's code.
+            # The last argument prevents a prompt on the terminal about running the folder's code.
             found = AutoTokenizer.from_pretrained(
                 place, local_files_only=True, trust_remote_code=False
             )
         except Exception:
-            continue  # none, damaged, or of a class that is not installed: many unrelated errors
-        # Without its files transformers may make a tokenizer of a few special tokens and no words.
+            continue  # missing, damaged, or of a class that is not installed: many error types
+        # If files are missing, transformers may return a tokenizer of special tokens only.
         if len(found) > len(found.all_special_tokens):
             if found.pad_token is None:
                 found.pad_token = found.eos_token
@@ -74,8 +74,8 @@ def tokenizer_for(name: str) -> StandInTokenizer:
 
 
 def write_stand_in(folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int = 0) -> int:
-    """Save a tiny random model with this tokenizer into `folder`; returns its parameters. Equal
-    seeds write equal weights."""
+    """Save a tiny random model with this tokenizer into `folder`; returns its number of parameters.
+    Equal seeds give equal weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     highest = max(tokenizer.get_vocab().values(), default=0)
@@ -129,7 +129,7 @@ def example_of(schema: Mapping[str, Any]) -> Any:
     named = {**schema.get("definitions", {}), **schema.get("$defs", {})}
 
     def example(part: Any, depth: int = 0) -> Any:
-        if not isinstance(part, Mapping) or depth > 12:  # references may go round in a circle
+        if not isinstance(part, Mapping) or depth > 12:  # references may be circular
             return None
         if "$ref" in part:
             return example(named.get(part["$ref"].rpartition("/")[2]), depth + 1)
@@ -150,7 +150,7 @@ def example_of(schema: Mapping[str, Any]) -> Any:
             items = list(part.get("prefixItems") or ())
             items += [part.get("items", {})] * (int(part.get("minItems", 0)) - len(items))
             return [example(item, depth + 1) for item in items]
-        if kind in ("integer", "number"):  # zero, or the bound that is nearest to it
+        if kind in ("integer", "number"):  # zero, or the bound nearest to it
             step = 1 if kind == "integer" else 0.5
             low = part.get("minimum", part.get("exclusiveMinimum", -math.inf) + step)
             high = part.get("maximum", part.get("exclusiveMaximum", math.inf) - step)
@@ -165,7 +165,7 @@ def example_of(schema: Mapping[str, Any]) -> Any:
 
 
 ANSWER_FIELD = "aflow_scripted_answer"
-"""Key of a request's body (`extra_body`): the text to answer with."""
+"""Key in a request's body (`extra_body`) of the text to respond with."""
 
 _WORDS = (
     "the answer to this question follows from what was given first one puts together what "
@@ -176,15 +176,15 @@ _answer: ContextVar[str | None] = ContextVar("aflow_scripted_answer", default=No
 
 
 def plain_words(key: str) -> str:
-    """A sentence of 12 to 32 plain words that answers nothing; equal keys give equal sentences."""
+    """A meaningless sentence of 12 to 32 words; equal keys give equal sentences."""
     words, draw = _WORDS.split(), random.Random(key)
     start, count = draw.randrange(len(words)), draw.randint(12, 32)
     return " ".join(words[(start + n) % len(words)] for n in range(count)).capitalize() + "."
 
 
 class ScriptedSampler(Sampler):
-    """A `Sampler` whose completions are given instead of drawn. `scored`: whether they carry the
-    model's log-probabilities; else 0, for stand-ins of models that are not trained."""
+    """A `Sampler` whose completions are scripted, not drawn. `scored`: with the model's
+    log-probabilities; else with 0, for replacements of models that are not trained."""
 
     def __init__(self, *args: Any, scored: bool = True, **settings: Any) -> None:
         self.scored = scored
@@ -204,14 +204,14 @@ class ScriptedSampler(Sampler):
     ) -> Completion:
         limit = min(params.max_tokens, self.max_model_len - len(prompt_ids))
         said = plain_words(f"{len(prompt_ids)}|{params.seed}|{number}") if text is None else text
-        # Up to the end of its first stop string.
+        # Cut after the first stop string.
         stops = [(said.find(stop), len(stop)) for stop in params.stop if stop in said]
         if stops:
             said = said[: sum(min(stops))]
         encoded: Any = self.vocabulary.tokenizer(said, add_special_tokens=False)
         ids: list[int] = list(encoded["input_ids"])
         if text is None:
-            ids = ids[: max(1, limit - 1)]  # words of ours are as many as fit
+            ids = ids[: max(1, limit - 1)]  # cut generated words, leaving room for the end token
         end: Any = self.vocabulary.tokenizer.eos_token_id
         if not stops and end is not None:
             ids.append(end)
@@ -230,8 +230,8 @@ class ScriptedSampler(Sampler):
 
 
 class ScriptedServer(SamplerServer):
-    """A `SamplerServer` that hands the answer of a request's body on to its `ScriptedSampler`, else
-    the smallest call of the tool that the request forces."""
+    """A `SamplerServer` that passes the scripted response of a request to its `ScriptedSampler`, or
+    else the smallest call of the tool that the request forces."""
 
     def _render(self, chat: ChatRequest) -> list[int]:
         text = (chat.model_extra or {}).get(ANSWER_FIELD)
@@ -240,6 +240,6 @@ class ScriptedServer(SamplerServer):
             arguments = example_of(function.get("parameters") or {"type": "object"})
             call = {"name": function["name"], "arguments": arguments}
             text = f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
-        # The request is answered in a task that is started after this, in a copy of this context.
+        # The task that samples starts after this, in a copy of this context.
         _answer.set(text if isinstance(text, str) else None)
         return super()._render(chat)

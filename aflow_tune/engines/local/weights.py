@@ -1,5 +1,5 @@
-"""The sampler's weights: a pristine model plus, perhaps, one adapter, which is never added to the
-model's own tensors. PEFT, which takes seconds to import, is not needed here."""
+"""A model's base weights plus, optionally, one LoRA adapter, kept separate until a caller merges
+them. Does not import PEFT, which takes seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PREFIX = "lora."
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """What an adapter looks like. `target_modules` as PEFT takes them: 'all-linear' (all but the
+    """The shape of an adapter. `target_modules` as PEFT takes them: 'all-linear' (all but the
     output head), a regular expression, or names."""
 
     rank: int
@@ -41,8 +41,9 @@ class Weights:
         self.scaling = 0.0
 
     def load(self, state: Mapping[str, Tensor], lora: LoraSpec | None) -> None:
-        """Take an adapter state (`lora.<module path>.A` and `.B`) or full parameters by name.
-        BadInput, and nothing changed: names or shapes that do not fit, or no `LoraSpec`."""
+        """Load an adapter state (`lora.<module path>.A` and `.B`), or full parameters by name into
+        the model. Raises BadInput, changing nothing: names or shapes that do not fit, an adapter
+        without a `LoraSpec`, or one mixed with parameters."""
         adapter = {key: value for key, value in state.items() if key.startswith(_PREFIX)}
         if adapter and (lora is None or len(adapter) < len(state)):
             raise BadInput("The weight update is an adapter, mixed or without the sampler's lora=")
@@ -79,8 +80,8 @@ class Weights:
         return self.merged(path, weight)
 
     def merged(self, path: str, base: Tensor) -> Tensor:
-        """`base` + scaling B A of the current adapter, in the layout that `base` has: summed in
-        fp32 and rounded once."""
+        """`base` + scaling B A of the current adapter, in the layout and dtype of `base`: summed in
+        fp32, rounded once; `base` itself if the layer has no adapter."""
         A_RI = self.adapter.get(f"{_PREFIX}{path}.A")
         if A_RI is None:
             return base

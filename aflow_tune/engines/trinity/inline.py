@@ -1,7 +1,7 @@
-"""The whole run in one process, without Ray: it rolls out or reads a data set, trains, evaluates.
+"""A whole run in one process, without Ray: rollouts or a data set, training, evaluation.
 
 Trinity's own runner, readers, pipeline and metric functions do the work; `InlineRun` replaces
-Explorer, Trainer, Synchronizer and queue. `mode: train` takes its batches from Trinity's reader.
+Explorer, Trainer, Synchronizer and queue. `mode: train` takes its batches from `readers.py`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class InlineRunner(WorkflowRunner):
 
 
 class InlineRollouts:
-    """A sampler, the auxiliary models and a runner."""
+    """The sampler of the policy, the auxiliary models and the workflow runner."""
 
     def __init__(self, config: AflowConfig) -> None:
         self.config = config
@@ -89,9 +89,9 @@ class InlineRollouts:
     async def run_tasks(
         self, tasks: list[Task], batch_id: int | str, repeat_times: int
     ) -> list[tuple[Status, bytes]]:
-        """Run every task `repeat_times` times; results in the order of the tasks. Raises RunFailed:
-        a task failed outside of the user's function."""
-        # As many tasks at once as keep every slot of the sampler busy.
+        """Run every task `repeat_times` times; results in the order of the tasks, with metrics
+        aggregated per task. Raises RunFailed: a task failed outside of the user's function."""
+        # As many concurrent tasks as fill the sampler's batch.
         slots = asyncio.Semaphore(math.ceil(self.config.local.max_batch / max(1, repeat_times)))
 
         async def run(index: int, task: Task) -> tuple[Status, bytes]:
@@ -116,7 +116,7 @@ class InlineRollouts:
 
 
 class InlinePipeline(ExperiencePipeline):
-    """Trinity's experience pipeline with its operators; it is its own output, a list."""
+    """Trinity's experience pipeline; it writes to the list `experiences` instead of a buffer."""
 
     def __init__(self, config: AflowConfig) -> None:
         self.logger = logger
@@ -139,7 +139,7 @@ class InlinePipeline(ExperiencePipeline):
 
 class InlineRun:
     """Train, evaluate and save in turns until the step `target`, on the data set of `reader` or on
-    rollouts. `phase` is told what is going on; `stop` is asked between steps."""
+    rollouts. Calls `phase` with a description of each activity, and `stop` between steps."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class InlineRun:
         self._check = SyncCheck(computes_in_16_bits(config))
 
     async def run(self) -> int:
-        """Train; returns the step reached. Raises what a step raised."""
+        """Train; returns the step reached. Raises what a step raised, except BudgetReached."""
         try:
             self.phase("loading the model")
             if self.rollouts is not None:
@@ -170,7 +170,7 @@ class InlineRun:
             await self.engine.prepare()
             for role in (self.config.explorer.name, self.config.trainer.name):
                 self.monitors[role] = make_monitor(self.config, role)
-            # At the position at which an earlier command left what is trained on.
+            # Continue in the training data where an earlier command stopped.
             path = self.run_dir / f"{self.config.explorer.name}_meta.json"
             state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
             if self.reader is None:
@@ -193,7 +193,7 @@ class InlineRun:
         step = engine.train_step_num
         if rollouts is not None:
             await self._sync(rollouts)
-            # The run that is resumed may have been killed while it evaluated these weights.
+            # A resumed run may have been killed while it evaluated these weights.
             self._evaluated = step if is_evaluated(self.run_dir, step, self.tasksets) else -1
             if step % explorer.eval_interval == 0 if step else explorer.eval_on_startup:
                 await self._evaluate(step)
@@ -208,7 +208,7 @@ class InlineRun:
             except BudgetReached:
                 break
             except Exception:
-                # What was learned is kept; if that fails too, the first failure is told.
+                # Save what was trained; if that fails too, report the first failure.
                 if engine.train_step_num > 0:
                     with contextlib.suppress(Exception):
                         await engine.save_checkpoint(block_until_saved=True)
@@ -223,7 +223,7 @@ class InlineRun:
             await engine.save_checkpoint(block_until_saved=True, save_as_hf=save_model)
 
     async def _batch(self, step: int) -> list[Experience] | None:
-        """The experiences of `step`; None when there are no more. Saves the position first."""
+        """The experiences of `step`, None at the end of the data. First saves the data position."""
         source = self.taskset if self.reader is None else self.reader
         try:
             batch: Any = await source.read()
@@ -256,7 +256,7 @@ class InlineRun:
         if self.rollouts is not None:
             metrics |= await self._sync(self.rollouts)
         step = self.engine.train_step_num
-        # Before the checkpoint: a resumed run does not do the step again, and cannot log it.
+        # Before the checkpoint: a run resumed from it does not repeat the step and cannot log it.
         self.monitors[self.config.trainer.name].log(metrics, step)
         interval = self.config.trainer.save_interval
         if interval > 0 and step % interval == 0:
@@ -264,7 +264,7 @@ class InlineRun:
         return step
 
     async def _sync(self, rollouts: InlineRollouts) -> dict[str, float]:
-        """Give the sampler the trainer's weights and check them; raises as `SyncCheck.compare`."""
+        """Copy the trainer's weights to the sampler, then check: raises as `SyncCheck.compare`."""
         step, started = self.engine.train_step_num, time.time()
         if step:
             weights = await asyncio.to_thread(self.engine.trainer.weights)
@@ -279,7 +279,7 @@ class InlineRun:
 
     async def _evaluate(self, step: int) -> None:
         """Run the held-out task sets with the current weights, unless that was done already.
-        BudgetReached: the evaluation does not count."""
+        Raises BudgetReached: the evaluation is incomplete and not logged."""
         if self.rollouts is None or self._evaluated >= step:
             return
         metrics: dict[str, float] = {}

@@ -1,8 +1,8 @@
-"""A run on Ray: explorer and trainer of the local engine, or Trinity's own stage runner.
+"""Runs on Ray: explorer and trainer of the local engine, or Trinity's own stage runner.
 
 `run_split` drives the two actors of the local engine, ends on the first error with its cause, and
-turns Ctrl-C and SIGTERM into a saved state. `run_cluster` (`engine: trinity`) leaves vLLM and verl
-to Trinity's stage runner, with actors of ours and time for the last evaluation.
+saves the state on a stop. `run_cluster` (`engine: trinity`) leaves vLLM and verl to Trinity's stage
+runner, but with our explorer and trainer classes and with time for the last evaluation.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def run_split(
     phase: Callable[[str], None],
     stop: Callable[[], bool],
 ) -> int:
-    """Train through explorer and trainer actors; returns the step that was reached. `phase` is told
-    what is going on; `stop` asked twice a second whether to save and stop. Raises BadInput: no Ray
-    can be used, or the functions cannot be sent; RunFailed: either side failed, with its cause."""
-    # Spinning OpenMP threads of one actor would take the cores from the other.
+    """Train with explorer and trainer actors; returns the step reached. Calls `phase` with each
+    activity, and `stop` twice a second: if true, saves and stops. Raises BadInput: no usable Ray,
+    or the functions cannot be sent; RunFailed or our own error of a worker: either side failed."""
+    # Otherwise one actor's OpenMP threads spin on the cores that the other needs.
     passive = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
     with ray_for_run(config, functions, {**config.get_envs(), **passive}, phase):
         try:
@@ -68,7 +68,7 @@ def _split(
         except ray.exceptions.RayError as error:
             spent = isinstance(_cause(error), BudgetReached)
             if not spent and training in pending:
-                # The explorer failed; what the trainer learned since its last save is not lost.
+                # The explorer failed: save what the trainer trained since its last checkpoint.
                 phase("stopping: saving the state")
                 trainer.request_stop.remote()
                 ray.wait([training], timeout=STOP_SECONDS)
@@ -84,7 +84,7 @@ def _split(
             raise RunFailed(f"the trainer did not save its state within {STOP_SECONDS:.0f} s")
     phase("saving")
     reached = int(ray.get(trainer.finish.remote()))
-    if deadline is None:  # nobody asked it to stop
+    if deadline is None:  # not stopped early
         if reached >= target:
             phase("evaluating the trained model")
             _wait([explorer.evaluate_last.remote(reached)])
@@ -93,14 +93,14 @@ def _split(
 
 
 def _wait(pending: list[Any]) -> None:
-    """Until all are done; the first error is raised as soon as it happens."""
+    """Wait for all; raise the first error as soon as it happens."""
     while pending:
         ready, pending = ray.wait(pending, num_returns=1, timeout=_POLL_SECONDS)
         ray.get(ready)
 
 
 def _cause(error: Any) -> Exception:
-    """The error of ours that a worker raised, or its first cause as ours."""
+    """The `AflowTuneError` or disk error that a worker raised; anything else as a RunFailed."""
     cause = error
     while isinstance(cause, ray.exceptions.RayTaskError):
         cause = cause.cause
@@ -114,8 +114,8 @@ def _cause(error: Any) -> Exception:
 def run_cluster(
     config: AflowConfig, functions: Functions, target: int, phase: Callable[[str], None]
 ) -> int:
-    """Run one stage by Trinity's stage runner; returns the step reached. Raises as `run_split`.
-    Says so if the last evaluation did not come to its end."""
+    """Run one stage by Trinity's stage runner; returns the step reached, and prints a warning if
+    the last evaluation is incomplete. Raises as `run_split`."""
     from trinity.cli.launcher import run_stage
 
     init, shutdown, wait = ray.init, ray.shutdown, ray.wait
@@ -127,9 +127,9 @@ def run_cluster(
     with ray_for_run(config, functions, config.get_envs(), phase):
         phase(f"running on Trinity's engines, target step {target}")
         with our_actors(config):
-            # Its `ray.init()` would replace the handler that saves on SIGTERM, its
-            # `ray.shutdown()` cut the connection over which we clear away, and its wait of 5 s
-            # after the trainer's end the last evaluation.
+            # Its `ray.init()` would replace our SIGTERM handler, which saves; its `ray.shutdown()`
+            # would close the connection that our cleanup needs; and its 5 s wait after the
+            # trainer's end would cut off the last evaluation.
             ray.init = ray.shutdown = lambda *_, **__: None
             ray.wait = patient
             try:
@@ -160,8 +160,8 @@ def run_cluster(
 
 @contextlib.contextmanager
 def our_actors(config: AflowConfig) -> Iterator[None]:
-    """For the length of the block Trinity's launcher makes our explorer and trainer. Ray must be
-    joined. RunFailed: the cluster has no room for a run on one GPU."""
+    """Within the block Trinity's launcher creates our explorer and trainer. Ray must be connected.
+    Raises RunFailed: `mode: colocate` does not fit the cluster."""
     from trinity.explorer import explorer
     from trinity.trainer import trainer
 

@@ -1,11 +1,11 @@
 """Our readers behind Trinity's interface, named in `storage_type` by their dotted paths.
 
-`RowsReader` reads rows as they are (Trinity's own table has one type a column), `MixReader` batches
-of several task sets by exact shares; `FixedSample` selects a part of a task set for evaluations.
+`RowsReader` reads rows unchanged (Trinity's own table has one type per column), `MixReader` batches
+of several task sets with exact shares; `FixedSample` selects part of a task set for evaluations.
 
-`Experiences` reads the data set of `mode: train`, by Trinity's reader and formatters. Rows that the
-chat template refuses are named before anything is trained; on the local engine rows longer than
-`model.max_model_len` are left out and named (cutting would teach answers without end).
+`Experiences` reads the data set of `mode: train` with Trinity's reader and formatters. Rows that
+the chat template refuses are reported before training starts; on the local engine rows longer than
+`model.max_model_len` are left out and reported (truncation would train answers without an end).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NAMED = 5
 
 
 async def read_all(taskset: TasksetConfig) -> list[Task]:
-    """Every task of a task set, by whichever reader it names."""
+    """Every task of a task set, by the reader that it names."""
     reader = get_buffer_reader(taskset)
     tasks: list[Task] = []
     while True:
@@ -54,7 +54,7 @@ async def read_all(taskset: TasksetConfig) -> list[Task]:
 
 
 class RowsReader(FileReader):
-    """`path` is a file, or a folder all of whose files belong to the task set."""
+    """Tasks from a file or all files of a folder (`path`). Raises BadInput: a file has faults."""
 
     def __init__(self, config: StorageConfig) -> None:
         self.reader = _PlainRows(config)
@@ -81,8 +81,8 @@ class _PlainRows(TaskFileReader):
 
 
 class MixReader(FileReader):
-    """Batches of a mix; `path` is a file that `tasksets.merge_mix` wrote. It ends after
-    `total_steps` batches, or as many as the rows of all task sets make in `total_epochs`. Raises
+    """Batches of a mix (`data.mix.Mix`); `path` is a file that `tasksets.merge_mix` wrote. Ends
+    after `total_steps` batches, else after as many as all rows make in `total_epochs`. Raises
     ValueError: a row belongs to no source of the mix."""
 
     def __init__(self, config: StorageConfig) -> None:
@@ -123,7 +123,7 @@ class MixReader(FileReader):
         self._taken = state_dict["current_index"]
 
     def feedback(self, **pipeline_metrics: Any) -> None:
-        """The shares are fixed: nothing is learned from rewards."""
+        """Does nothing: the shares are fixed and do not depend on rewards."""
 
     def _read_sync(self, batch_size: int | None = None, **kwargs: Any) -> list[Task]:
         number = self._taken // self._batch_size
@@ -140,7 +140,7 @@ class MixReader(FileReader):
 
 
 class FixedSample(BaseSelector):
-    """`kwargs.size` rows of a held-out task set, chosen by `seed`, each source by its share."""
+    """`kwargs.size` rows of a held-out task set, stratified by source and fixed by `seed`."""
 
     def __init__(self, data_source: Any, config: DataSelectorConfig) -> None:
         super().__init__(data_source, config)
@@ -149,7 +149,7 @@ class FixedSample(BaseSelector):
 
     def get_indices(self, batch_size: int, return_extra_info: bool = False) -> list[int]:
         if not self._left:
-            raise StopIteration  # which Trinity's reader passes on as the end of the task set
+            raise StopIteration  # for Trinity's reader: the end of the task set
         taken, self._left = self._left[:batch_size], self._left[batch_size:]
         return taken
 
@@ -157,11 +157,11 @@ class FixedSample(BaseSelector):
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """An evaluation always starts at its first row."""
+        """Does nothing: an evaluation always starts at its first row."""
 
 
 def materialise_experiences(config: AflowConfig) -> None:
-    """Link the data set into `<run folder>/data/experiences`, where Trinity's reader finds it."""
+    """Link a data set of one file into `<run folder>/data/experiences`, for Trinity's reader."""
     buffer = experience_buffer(config)
     if buffer is None or not buffer.path or not Path(buffer.path).is_file():
         return
@@ -172,9 +172,9 @@ def materialise_experiences(config: AflowConfig) -> None:
 
 
 class Experiences(ExperienceFileReader):
-    """The rows of at most `longest` tokens (None: of any length), in Trinity's batches; `left_out`
-    has the `places` of the others. Raises BadInput: rows that the formatter refuses, or none fit.
-    """
+    """The rows of at most `longest` tokens (None: any length), in Trinity's batches; `left_out` has
+    the `places` of the others. Raises BadInput: the formatter refuses a row, a row has no response,
+    or no row fits."""
 
     def __init__(self, config: StorageConfig, places: list[str], longest: int | None) -> None:
         self.left_out: list[str] = []
@@ -194,7 +194,7 @@ class Experiences(ExperienceFileReader):
             try:
                 experience = formatter.format(rows[number])
             except Exception as error:
-                # Templates and tokenizers raise what they like; each time it is this row's fault.
+                # Templates and tokenizers raise arbitrary errors; each is a fault of this row.
                 found = f"{type(error).__name__}: {error}"
                 faults.append(Fault(place, "a row that the chat template renders", found, fix))
                 continue
@@ -229,8 +229,8 @@ class Experiences(ExperienceFileReader):
 
 
 def open_experiences(config: AflowConfig) -> Experiences:
-    """The reader of a prepared configuration's data set, at its first row. Raises BadInput for rows
-    that cannot be learned from, RunFailed if Hugging Face `datasets` cannot read the files."""
+    """The reader of a prepared configuration's data set, at its first row. Raises BadInput as
+    `Experiences`; RunFailed: Hugging Face `datasets` cannot read the files."""
     buffer = experience_buffer(config)
     assert buffer is not None
     files = [file.resolve() for file in locate(config, buffer).files]  # not the links
@@ -247,7 +247,7 @@ def open_experiences(config: AflowConfig) -> Experiences:
 
 
 def left_out_warning(reader: Experiences, config: AflowConfig) -> str | None:
-    """What to say about the rows that did not fit."""
+    """A warning about the rows that were left out as too long, None without any."""
     if not (count := len(reader.left_out)):
         return None
     return (

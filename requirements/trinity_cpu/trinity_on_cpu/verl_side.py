@@ -1,4 +1,4 @@
-"""VERL_USE_EXTERNAL_MODULES=trinity_on_cpu.verl_side: verl imports this as it is imported."""
+"""VERL_USE_EXTERNAL_MODULES=trinity_on_cpu.verl_side: imported while verl is imported."""
 
 import torch
 from verl.utils import device
@@ -25,13 +25,13 @@ if not torch.cuda.is_available():
     torch.cuda.get_device_capability = lambda *_: (8, 0)  # Trinity's _build_module asks
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *_: None
-    torch.Tensor.pin_memory = lambda self, *_: self  # of FSDP2's offloading of the reference
+    torch.Tensor.pin_memory = lambda self, *_: self  # FSDP2 calls it to offload the reference
 
     from verl.utils import distributed
 
     _initialize = distributed.initialize_global_process_group_ray
     distributed.initialize_global_process_group_ray = lambda timeout_second=None, backend=None: (
-        _initialize(timeout_second, backend or "gloo")  # its own: 'cpu:gloo,cpu:nccl'
+        _initialize(timeout_second, backend or "gloo")  # its default: 'cpu:gloo,cpu:nccl'
     )
     from verl.workers.engine import EngineRegistry
 

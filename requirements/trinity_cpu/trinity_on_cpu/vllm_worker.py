@@ -1,4 +1,4 @@
-"""Trinity's worker on vLLM's CPU worker."""
+"""Trinity's vLLM worker on top of vLLM's CPU worker."""
 
 from vllm.v1.worker.cpu_worker import CPUWorker  # first: it sets up shared memory
 

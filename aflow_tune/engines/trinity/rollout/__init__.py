@@ -1,1 +1,1 @@
-"""From a task to experiences: the adapter, the chat model that records, the sampler behind it."""
+"""From a task to experiences: the adapter, the recording chat model, the samplers behind it."""

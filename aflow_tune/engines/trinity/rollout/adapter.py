@@ -1,11 +1,11 @@
-"""Our Trinity workflow: runs the user's function and turns what it did into experiences.
+"""Our Trinity workflow: runs the user's function and turns its calls into experiences.
 
-Trinity makes one `WorkflowAdapter` for each rollout. A rollout that fails is data: it returns one
-marked placeholder, which `RunFilter` takes out. Recording calls is left to `recording.py`.
+Trinity creates one `WorkflowAdapter` per rollout. A failed rollout does not raise: it returns one
+marked placeholder, which `RunFilter` removes. `recording.py` records the calls.
 
-User code may block, so every rollout has a thread and an event loop of its own, for which the
-runner waits with a limit. A thread inside a C function cannot be ended: it is abandoned as a
-daemon, and told to stop when it executes Python code again.
+User code may block, so every rollout has its own thread and event loop, and the runner waits for it
+with a time limit. A thread inside a C function cannot be stopped: it is abandoned as a daemon and
+gets SystemExit when it next executes Python code.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ Function = Callable[..., Any]
 
 DEFAULT_MAX_TOKENS = 4096
 MAX_DETAIL = 8000  # characters of a traceback that are kept, from its end
-GRACE_SECONDS = 1.0  # for a rollout to answer after its time is up; else it counts as blocked
-MAX_BLOCKING_CALLS = 32  # calls of `asyncio.to_thread` of one rollout at once; others wait
+GRACE_SECONDS = 1.0  # for a rollout to react to its cancellation; else it counts as blocked
+MAX_BLOCKING_CALLS = 32  # concurrent `asyncio.to_thread` calls of one rollout; others wait
 _NOTHING_TRAINED = (
     "the workflow made no call that can be trained: each changes temperature, top_p or another "
     "sampling argument. Leave them to the configuration (model.temperature)."
 )
 
-_said: set[str] = set()  # warnings that this process has given: once, not once a rollout
+_said: set[str] = set()  # topics of which this process has logged an error, once for all rollouts
 
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """What the adapter is told: `task.workflow_args`, which Trinity hands on as a dict."""
+    """The adapter's settings: `task.workflow_args`, which Trinity passes on as a dict."""
 
     workflow_func: Function
-    """The workflow, or how it travels to another process (`cluster/sent_function.py`)."""
+    """The workflow, or its serialised form (`cluster/sent_function.py`)."""
     judge_func: Function | None = None
     run_timeout: float = 300.0  # seconds that a rollout may take
     seed: int = 0
@@ -80,16 +80,16 @@ class RolloutSettings:
     sandbox: str = "auto"
     prompts: Mapping[str, Any] = field(default_factory=dict)
     spend: RunSpend | None = None  # the run's models and budget
-    run_dir: str | None = None  # gets what workflows keep of training rollouts
-    eval_dir: str | None = None  # gets the records of evaluations
-    score: str = "reward"  # what evaluation counts: the reward, or a recorded metric
-    transcripts: int = 0  # how many items of a held-out task set keep theirs
-    cache: str | None = None  # folder of other models' answers, for evaluations
-    first_run: int = 0  # the number of the first rollout made from a task object
+    run_dir: str | None = None  # folder for what workflows keep of training rollouts
+    eval_dir: str | None = None  # folder for evaluation records
+    score: str = "reward"  # the evaluation score: the reward, or a recorded metric
+    transcripts: int = 0  # items of a held-out task set whose transcripts are kept
+    cache: str | None = None  # folder with cached responses of other models, for evaluations
+    first_run: int = 0  # the number of the first rollout created from a task object
 
     @classmethod
     def of(cls, workflow_args: Mapping[str, Any]) -> RolloutSettings:
-        """The settings of a task; entries of Trinity's or of a YAML's own are passed over."""
+        """The settings of a task; other entries of `workflow_args` are ignored."""
         given = {item.name: workflow_args.get(item.name) for item in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
@@ -122,7 +122,7 @@ def adapter_arguments(
 
 
 class Failed(Exception):
-    """A rollout exceeded its time, exited, or returned no reward; `kind` says which."""
+    """A rollout timed out, exited, or returned no usable reward; `kind` says which."""
 
     def __init__(self, kind: Failure, detail: str) -> None:
         super().__init__(detail)
@@ -131,7 +131,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rollout came to. `failure` is None if it succeeded; `detail` says why it did not."""
+    """The result of a rollout. `failure` is None if it succeeded; `detail` says why it failed."""
 
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Outcome:
 
 
 class WorkflowAdapter(Workflow):
-    """Gives the function a recording model, a time-out and a thread of its own."""
+    """Runs the user's function with a recording model, a time limit and its own thread."""
 
     is_async: bool = True
     can_repeat: bool = False
@@ -151,7 +151,7 @@ class WorkflowAdapter(Workflow):
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
         self.settings = RolloutSettings.of(task.workflow_args)
-        # Trinity creates the rollouts of a task in order, from one task object; a retry works on a
+        # Trinity creates the rollouts of a task in order, from one task object; a retry uses a
         # fresh copy, which counts from zero again.
         count = task.__dict__.setdefault("_aflow_runs", itertools.count())
         self.run_index: int = next(count) + self.settings.first_run
@@ -160,7 +160,7 @@ class WorkflowAdapter(Workflow):
         self._response: Any = None
 
     async def run_async(self) -> list[Experience]:
-        """One rollout: an experience a call, or one placeholder."""
+        """One rollout: an experience per choice of each trained call, or one placeholder."""
         settings = self.settings
         context = RolloutContext(rewards=settings.rewards)
         started = time.monotonic()
@@ -186,7 +186,7 @@ class WorkflowAdapter(Workflow):
             calls = recorder.close()
         trained = [call for call in calls if not call.off_policy]
         spent = settings.spend.reached() if settings.spend else None
-        if spent is not None:  # whatever the workflow made of it
+        if spent is not None:  # even if the workflow caught the error
             outcome = replace(outcome, failure=Failure.BUDGET_REACHED, detail=spent)
         elif outcome.failure is None and not (trained or (calls and self.task.is_eval)):
             detail = _NOTHING_TRAINED if calls else "the workflow made no call to its model"
@@ -203,7 +203,7 @@ class WorkflowAdapter(Workflow):
         if outcome.failure is not None or outcome.reward is None:
             return [_placeholder(outcome)]
         experiences = _experiences(trained, outcome.reward)
-        # On a rollout's last experience its metrics reach Trinity's curves.
+        # Trinity takes a rollout's metrics from its last experience.
         answers = [experience for call in calls for experience in call.experiences]
         experiences[-1].metrics = {
             **outcome.metrics,
@@ -218,10 +218,10 @@ class WorkflowAdapter(Workflow):
     async def _call_user(
         self, context: RolloutContext, recorder: recording.RolloutRecorder
     ) -> tuple[float, dict[str, float]]:
-        """Workflow and judge; runs in the rollout's own thread and loop."""
+        """Call workflow and judge, in the rollout's own thread and loop; reward and metrics."""
         function = received(self.settings.workflow_func)
         judge = received(self.settings.judge_func)
-        # The row is copied: what one rollout changes in it must not reach the others.
+        # A copy: changes that one rollout makes to the row must not reach the others.
         row = copy.deepcopy(dict(self.task.raw_task or {}))
         offered = {
             "auxiliary_models": recording.auxiliary_chat_models(
@@ -263,8 +263,8 @@ class WorkflowAdapter(Workflow):
         return {name: value for name, value in kwargs.items() if value is not None}
 
     def _rollout_seed(self) -> str:
-        """Root of the seeds of this rollout's calls. Evaluations leave the step out and count items
-        by their rows: all draw the same random numbers, so a difference is due to the weights."""
+        """Root of the seeds of this rollout's calls. In evaluations it depends on the row, not on
+        the step: all draw the same random numbers, so differences are due to the weights."""
         task = self.task
         batch, number = task.batch_id, task.task_id
         if task.is_eval:
@@ -272,8 +272,8 @@ class WorkflowAdapter(Workflow):
             number = task.index.get("index", number)
         seed = f"{self.settings.seed}|{batch}|{number}|{self.run_index}"
         if task.repeat_times and task.rollout_args.n < task.repeat_times:
-            # Several runners share the task (`max_repeat_times_per_runner`), and each counts from
-            # zero: equal seeds would make equal rollouts, so these are not reproducible.
+            # Several runners share the task (`max_repeat_times_per_runner`), each counting from
+            # zero: equal seeds would give equal rollouts. The salt costs reproducibility.
             seed += f"|{task.__dict__.setdefault('_aflow_salt', uuid.uuid4().hex)}"
         return seed
 
@@ -324,8 +324,8 @@ class WorkflowAdapter(Workflow):
 
 
 def _experiences(calls: list[RecordedCall], reward: float) -> list[Experience]:
-    """One experience for each choice of each call; `eid.step` counts the calls. If any call has a
-    step reward, a last one without gets the returned reward."""
+    """One experience for each choice of each call; `eid.step` numbers the calls. If any call has a
+    step reward and the last has none, the last gets the rollout's reward as its step reward."""
     experiences = []
     any_step_reward = any(call.note.step_reward is not None for call in calls)
     for step, call in enumerate(calls):
@@ -337,14 +337,14 @@ def _experiences(calls: list[RecordedCall], reward: float) -> list[Experience]:
             experience.reward = reward
             experience.info[operators.CALLER_KEY] = call.note.caller
             experience.info[operators.STATE_KEY] = call.state
-            if step_reward is not None and choice == 0:  # it was earned once
+            if step_reward is not None and choice == 0:  # count it once per call
                 experience.info[operators.STEP_REWARD_KEY] = step_reward
             experiences.append(experience)
     return experiences
 
 
 def _placeholder(outcome: Outcome) -> Experience:
-    """Stands for a failed rollout until `RunFilter` has counted it."""
+    """A dummy experience for a failed rollout, which `RunFilter` counts and removes."""
     kind = (outcome.failure or Failure.RETURNED_NONE).value
     return Experience(
         tokens=torch.zeros(2, dtype=torch.int32),
@@ -358,8 +358,8 @@ def _placeholder(outcome: Outcome) -> Experience:
 
 
 def _wanted(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """The optional arguments that the function asks for, unless a partial has bound them, or they
-    are not configured (None) and the function has a default."""
+    """The `offered` arguments that the function has parameters for, except those bound by a partial
+    and those that are None where the parameter has a default."""
     bound = function.keywords if isinstance(function, functools.partial) else {}
     parameters = inspect.signature(function).parameters
     return {
@@ -372,8 +372,8 @@ def _wanted(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_reward(value: Any, who: str) -> float:
-    """A reward of `who` as a finite float; scalars of numpy and torch, Decimals and bools are
-    numbers. Raises Failed: None, not a number, or not finite."""
+    """`value` as a finite float: a number, bool, Decimal, or one-element numpy array or tensor.
+    Raises Failed: None, not a number, or not finite; `who` returned it."""
     if value is None:
         raise Failed(Failure.RETURNED_NONE, f"{who} returned None as the reward")
     number = value
@@ -392,7 +392,7 @@ def as_reward(value: Any, who: str) -> float:
 
 
 def as_metrics(metrics: Mapping[str, Any] | None, who: str) -> dict[str, float]:
-    """Metrics of a result object as finite floats. ValueError if one is not."""
+    """Metrics of a result object as finite floats. Raises ValueError: one is not."""
     checked = {}
     for name, value in (metrics or {}).items():
         try:
@@ -410,7 +410,7 @@ def _failed(error: Exception) -> Outcome:
 
 
 def _traceback(raised: BaseException) -> str:
-    """From the user's function on, without the frames that lead to it."""
+    """The formatted traceback from the user's function on, cut to its last `MAX_DETAIL`."""
     trace, start = raised.__traceback__, raised.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == __file__:
@@ -439,8 +439,8 @@ class RolloutThread(Generic[T]):
         self._thread.start()
 
     async def result(self, seconds: float) -> T:
-        """The coroutine's result, or the `Exception` that it raised. Failed: it raised another
-        exception, or took longer than `seconds`."""
+        """The coroutine's result; raises the `Exception` that it raised. Raises Failed: it exited
+        (SystemExit and the like), timed out after `seconds`, or blocks its event loop."""
         try:
             if (await asyncio.wait([self._done], timeout=seconds))[0]:
                 return self._done.result()
@@ -467,7 +467,7 @@ class RolloutThread(Generic[T]):
             stack = traceback.extract_tb(error.__traceback__ if error else None)
             kind, detail = Failure.TIMED_OUT, f"not finished after {seconds:g} s"
         else:
-            # A frame must not be kept: it keeps every local variable of the rollout alive.
+            # Keep no frame: it would keep every local variable of the rollout alive.
             stack = traceback.extract_stack(sys._current_frames().get(self._thread.ident or 0))
             kind, detail = Failure.BLOCKED_LOOP, f"its event loop is blocked after {seconds:g} s"
         ours = [i for i, frame in enumerate(stack) if frame.filename == __file__]
@@ -481,7 +481,7 @@ class RolloutThread(Generic[T]):
             self._finish(self._loop.run_until_complete(self._task), None)
         except Exception as error:
             self._finish(None, error)
-        except BaseException as error:  # such as SystemExit: as itself it would end the runner
+        except BaseException as error:  # e.g. SystemExit, which would end the runner
             told = Failed(Failure.RAISED, _traceback(error))
             self._finish(None, told.with_traceback(error.__traceback__))
         finally:
@@ -494,7 +494,7 @@ class RolloutThread(Generic[T]):
                         waited = asyncio.wait(left, timeout=GRACE_SECONDS)
                         for task in self._loop.run_until_complete(waited)[0]:
                             if not task.cancelled():
-                                task.exception()  # seen: nobody else will look
+                                task.exception()  # retrieved: else asyncio logs it
                     self._loop.run_until_complete(self._loop.shutdown_asyncgens())
                 asyncio.set_event_loop(None)
             finally:
@@ -521,14 +521,14 @@ class RolloutThread(Generic[T]):
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> None:
-    """In `loop`'s thread, unless the loop is closed: it has finished then."""
+    """Call `function` in `loop`'s thread; nothing if the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function)
 
 
 class _DaemonExecutor(ThreadPoolExecutor):
-    """What `asyncio.to_thread` uses in a rollout: a daemon thread for each call. The standard
-    executor's are joined when the process ends: one that hangs would keep it alive."""
+    """The executor of `asyncio.to_thread` in a rollout: a daemon thread per call. Threads of the
+    standard executor are joined at exit, so one that hangs would keep the process alive."""
 
     def __init__(self) -> None:
         super().__init__(max_workers=1)  # never used: `submit` below starts the threads

@@ -1,7 +1,7 @@
-"""A model behind any OpenAI-compatible endpoint, as the adapter takes its models.
+"""A model behind any OpenAI-compatible endpoint, with the interface that the adapter expects.
 
-For evaluation only: its answers become experiences that hold nothing but text and the lengths that
-the server counted. The key goes from the environment to OpenAI's client, nowhere else.
+For evaluation only: responses become experiences with the text and the reported lengths, but with
+placeholder tokens. The key goes from the environment to OpenAI's client and nowhere else.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from trinity.common.models.model import ModelWrapper
 from aflow_tune.errors import BadInput
 
 RETRIES = 5
-"""Of a call that met a rate limit, a server error or a cut connection, by OpenAI's client."""
+"""Retries by OpenAI's client after a rate limit, a server error or a lost connection."""
 _CHECK_SECONDS = 20.0
 
 
 class EndpointModel(ModelWrapper):
-    """Trinity's model wrapper over the API at `url` (without a path: `/v1`). `config.model_path` is
-    the model's name there; for `key_variable` see `key_for`."""
+    """Trinity's model wrapper over the API at `url` (`/v1` is added if it has no path).
+    `config.model_path` is the model's name there; `key_variable`: see `key_for`."""
 
     def __init__(self, config: InferenceModelConfig, url: str, key_variable: str | None) -> None:
         super().__init__(config=config, api_address=base_url(url))
         self._key_variable = key_variable
         self._client: Any = None
-        # Shared by the clones of this model: what its server wants the limit to be called.
+        # Shared by the clones of this model: the server's name for the token limit.
         self._limit_name = ["max_tokens"]
 
     @property
@@ -47,7 +47,7 @@ class EndpointModel(ModelWrapper):
         return clone
 
     def get_openai_async_client(self) -> Any:
-        """OpenAI's client, which adds what it answers to this wrapper's history."""
+        """OpenAI's client; its responses are appended to this wrapper's history."""
         import openai
 
         if self._client is not None:
@@ -63,11 +63,11 @@ class EndpointModel(ModelWrapper):
             for name in ("logprobs", "top_logprobs"):  # for training; many endpoints refuse them
                 kwargs.pop(name, None)
             limit = kwargs.pop("max_tokens", None)
-            name = self._limit_name[0]  # another call may change it meanwhile
+            name = self._limit_name[0]  # a copy: a concurrent call may change it
             try:
                 response = await plain(**kwargs, **({} if limit is None else {name: limit}))
             except openai.BadRequestError as error:
-                # Newer models of OpenAI's take this name only, older servers the other.
+                # OpenAI's newer models accept only this name, older servers only the other.
                 newer = "max_completion_tokens"
                 if name == newer or newer not in str(error):
                     raise
@@ -86,16 +86,16 @@ def base_url(url: str) -> str:
 
 
 def key_for(url: str, key_variable: str | None) -> str:
-    """The key from the environment. Without a variable that was named, OpenAI's key is sent to
-    OpenAI and no key to anybody else."""
+    """The key in the environment variable `key_variable`; None: `OPENAI_API_KEY` for OpenAI's own
+    host, no key for others. "EMPTY" if there is none."""
     if key_variable is None and urlsplit(url).hostname == "api.openai.com":
         key_variable = "OPENAI_API_KEY"
     return (os.environ.get(key_variable) if key_variable else None) or "EMPTY"
 
 
 def check_endpoint(url: str, models: list[str], key_variable: str | None) -> None:
-    """Ask the endpoint for its models before any task is run; one without a list passes. Raises
-    BadInput: no URL, nobody answers there, the key is refused, or a model is not served."""
+    """Ask the endpoint for its models before any task runs; one without a model list passes. Raises
+    BadInput: not a URL, no connection, the key is refused, or a model is not served."""
     import openai
 
     def refused(expected: str, found: str, fix: str, where: str = f"--endpoint {url}") -> BadInput:
@@ -127,11 +127,11 @@ def check_endpoint(url: str, models: list[str], key_variable: str | None) -> Non
 
 
 def _experiences(response: Any) -> list[Experience]:
-    """One for each choice, of the right lengths; its tokens mean nothing."""
+    """One per choice, with placeholder tokens; reported tokens are split evenly over choices."""
     usage, choices = response.usage, response.choices
     prompt = max(1, usage.prompt_tokens if usage else 1)
     drawn = usage.completion_tokens if usage else len(choices)
-    # The server counts the tokens of all choices together. An experience has at least one.
+    # Usage is the total of all choices. An experience needs at least one token.
     count = len(choices)
     lengths = [max(1, drawn // count + (index < drawn % count)) for index in range(count)]
     return [

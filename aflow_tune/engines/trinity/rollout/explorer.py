@@ -1,10 +1,10 @@
-"""Trinity's Explorer, with the sync check, and on the local engine.
+"""Trinity's Explorer for both engines, with the sync check.
 
-`CheckedExplorer` asks its samplers after every sync whether they have the trainer's weights
+`CheckedExplorer` verifies after every sync that its samplers have the trainer's weights
 (`training/sync_check.py`). On the local engine one asynchronous process serves all slots of the
-scheduler. On both an error ends the run instead of being logged and forgotten, an evaluation
-follows the weights of its step, the last weights are always evaluated, and the task set's position
-is saved with each step, so that a run can resume from whichever checkpoint survived.
+scheduler. On both engines an error ends the run instead of only being logged, an evaluation uses
+the weights of its step, the final weights are evaluated, too, and the data position is saved with
+each step, so that a run can resume from any checkpoint.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from aflow_tune.errors import BudgetReached, RunFailed
 from aflow_tune.report.quantities import MISMATCH
 
 MAX_CONCURRENCY = 1000  # calls that one asynchronous actor serves at once (Ray's own default)
-SILENT_SECONDS = 60.0  # a runner process that answers nothing for so long counts as dead
+SILENT_SECONDS = 60.0  # a runner process that does not respond for this long counts as dead
 ONE_GPU_MODE = "colocate"
 CPUS = 5
-"""Of `colocate`: three that verl reserves beside a GPU, one for the sampler, one for all others."""
+"""CPUs of `colocate`: three that verl reserves with a GPU, one for the sampler, one for others."""
 _LAST_SECONDS, _FREE_SECONDS, _POLL_SECONDS = 30.0, 60.0, 0.5
 
 
@@ -65,7 +65,7 @@ class CheckedExplorer(Explorer):
         self._failure: Exception | None = None
 
     async def explore_step(self) -> bool:
-        if self._failure is not None:  # the watcher of a fully asynchronous run only logged it
+        if self._failure is not None:  # a fully asynchronous run's watcher task only logs it
             raise self._failure
         return bool(await super().explore_step())
 
@@ -78,8 +78,8 @@ class CheckedExplorer(Explorer):
         await self._check_sync()
 
     async def _check_sync(self) -> None:
-        """Compare what samplers and trainer say of the version that was just synced, once. Raises
-        RunFailed: as `SyncCheck.compare`; the trainer or a sampler says nothing."""
+        """Compare samplers and trainer on the version that was just synced, once. Raises RunFailed
+        as `SyncCheck.compare`, or if the trainer or a sampler does not respond."""
         version, config = self.model_version, self.config
         if version <= self._checked or not is_checked(config):
             return
@@ -125,11 +125,11 @@ def _options(config: Any, **more: Any) -> dict[str, Any]:
 
 
 class LocalRunner(WorkflowRunner):
-    """Trinity's runner, which also asks the models for the keys of their servers."""
+    """Trinity's runner, which also gets the API keys of the models' servers."""
 
     async def prepare(self) -> None:
         load_agentscope()
-        # Fewer looks, and none at what was imported: collecting garbage stops the rollouts.
+        # Fewer collections, and none of imported modules: garbage collection stops the rollouts.
         gc.freeze()
         gc.enable()
         gc.set_threshold(10_000)
@@ -153,8 +153,8 @@ class SharedRunner(RunnerWrapper):
     async def run_with_retry(
         self, task: TaskWrapper, repeat_times: int, *args: Any, **kwargs: Any
     ) -> tuple[Status, bytes, int, float]:
-        """A task whose process died runs again in the next one, with the same seeds. The metric
-        `process_died:sum` counts that."""
+        """Upstream's, but a task whose process died runs again in a new one, with the same seeds,
+        at most `retry_times`. The metric `process_died:sum` counts that."""
         died = 0
         while True:
             try:
@@ -181,7 +181,7 @@ class SharedRunner(RunnerWrapper):
         return result
 
     async def restart_runner(self) -> None:
-        """Upstream ends the process of a task that was given up; ours runs other tasks too."""
+        """Replace the process only if dead: it is shared. Upstream kills it with a failed task."""
         if not await _lives(self.runner):
             await self._scheduler.replace_process(self.runner)
 
@@ -195,8 +195,8 @@ async def _lives(actor: Any) -> bool:
 
 
 class SharedScheduler(Scheduler):
-    """All workflows run in one process. If it has died, the first slot that notices starts the next
-    one. `given_up`: why no other is started any more."""
+    """Runs all workflows in one process. If it dies, the first slot that notices starts a new one.
+    `given_up`: why no more are started."""
 
     kind: type[LocalRunner] = LocalRunner
 
@@ -207,7 +207,7 @@ class SharedScheduler(Scheduler):
         self._turn = asyncio.Lock()
 
     async def replace_process(self, old: Any) -> None:
-        """Start another one than `old` (None: the first), unless somebody has done so."""
+        """Replace the process `old` (None: start the first), unless another slot already has."""
         async with self._turn:
             if self.process is not old:
                 return
@@ -245,7 +245,7 @@ class LocalCoordinator(RolloutCoordinator):
         await self.scheduler.start()
 
     async def close_pipeline(self) -> None:
-        """Release the experience buffer: readers stop once they took what is in it."""
+        """Close the experience buffer: readers stop when it is empty."""
         await self.experience_pipeline.close()
         self.experience_pipeline = None
 
@@ -267,25 +267,25 @@ class LocalExplorer(CheckedExplorer):
         self.monitor: Any
 
     def request_stop(self) -> None:
-        """Finish the step under way, then end `explore()`."""
+        """Let `explore()` finish its current step and return."""
         self._stop_requested = True
 
     async def prepare(self) -> None:
-        """Start models and runners. Unlike upstream, evaluation waits for `explore()`."""
+        """Start models and runners. Unlike upstream, does not evaluate: `explore()` does."""
         self.models, self.auxiliary_models = await self.model_allocator.create_all_models()
         self.rollout_coordinator = LocalCoordinator.get_actor(self.config)
         await self.rollout_coordinator.prepare.remote()
         await self.synchronizer.set_explorer_status.remote(RunningStatus.RUNNING)
 
     async def explore(self) -> str:
-        """Roll out, wait for the trainer's weights, evaluate; until the tasks are used up. Raises
-        whatever a step raised."""
+        """Roll out, wait for the trainer's weights, evaluate, until the tasks are used up or
+        `request_stop`. Raises what a step raised."""
         spent: BudgetReached | None = None
         try:
             step, startup = self.explore_step_num, self.config.explorer.eval_on_startup
             tasksets = [it.name for it in self.config.buffer.explorer_input.eval_tasksets]
             due = self.need_eval() if step else startup
-            # On resume: the run may have been killed while it evaluated the checkpoint's weights.
+            # A resumed run may have been killed while it evaluated the checkpoint's weights.
             if due and not is_evaluated(self.run_dir, step, tasksets):
                 await self._evaluate()
             while not self._stop_requested and await self.explore_step():
@@ -300,14 +300,14 @@ class LocalExplorer(CheckedExplorer):
         await self.synchronizer.set_explorer_status.remote(
             RunningStatus.STOPPED, old_status=RunningStatus.RUNNING
         )
-        # Closes the experience buffer: the trainer then knows that nothing more will come.
+        # Closing the experience buffer tells the trainer that nothing more will come.
         await self.rollout_coordinator.close_pipeline.remote()
         if spent is not None:
             raise spent
         return self.config.explorer.name
 
     async def evaluate_last(self, version: int) -> None:
-        """Evaluate the weights of the trainer's last step, unless that was done."""
+        """Sync to the trainer's last step and evaluate, unless that was done."""
         if self._last_evaluated >= version:
             return
         if self.model_version < version:
@@ -341,7 +341,7 @@ class LocalExplorer(CheckedExplorer):
             self.monitor.log(speed, step=step)
 
     async def _finish_eval_step(self, step: int | None = None, prefix: str = "eval") -> None:
-        """As upstream's; an evaluation in which the budget ended is not logged as made."""
+        """As upstream's, but raises BudgetReached, and logs nothing, if the budget ran out."""
         monitor: Any = self.monitor
 
         def log(metrics: dict[str, Any], step: int) -> None:
@@ -377,7 +377,7 @@ class VllmExplorer(CheckedExplorer):
 
         from aflow_tune.engines.trinity.rollout.vllm_sampler import VllmSampler
 
-        # Trinity's allocator asks that module for the class of its actors, in this process.
+        # Trinity's allocator looks up the class of its actors in that module, in this process.
         vllm_model.vLLMRolloutModel = VllmSampler
         super().__init__(config, _computes_in_16_bits(config))
 
@@ -400,8 +400,8 @@ class VllmExplorer(CheckedExplorer):
         return went_on
 
     async def _pull_latest_weights(self) -> None:
-        """As upstream's, and the last ones too: the trainer says that it has stopped, which ends
-        upstream's wait, a moment before its last checkpoint."""
+        """As upstream's, but also waits for the final weights: the trainer reports that it stopped,
+        which ends upstream's wait, shortly before it publishes its last checkpoint."""
         before, deadline = self.model_version, time.monotonic() + _LAST_SECONDS
         await super()._pull_latest_weights()
         while self._is_last() and self.model_version == before and time.monotonic() < deadline:
@@ -417,8 +417,8 @@ class VllmExplorer(CheckedExplorer):
 
 
 def _computes_in_16_bits(config: Config) -> bool:
-    """Whether sampler or trainer do. verl's autocast does unless told otherwise, and it sends full
-    weights in bf16 whatever it is told."""
+    """Whether sampler or trainer computes in 16 bits. verl's autocast does by default, and verl
+    always sends full weights in bf16."""
     if config.explorer.rollout_model.dtype != "float32" or config.model.lora_configs is None:
         return True
     settings: Any = config.trainer.trainer_config or {}
@@ -429,15 +429,15 @@ def _computes_in_16_bits(config: Config) -> bool:
 
 
 class OneGpuAllocator(Allocator):
-    """For a sampler on the trainer's GPU (`mode: colocate`; Trinity's own waits for ever, its issue
-    602): reserves a processor of that node and no GPU, and the sampler is told which to use."""
+    """For a sampler on the trainer's GPU (`mode: colocate`; Trinity's own waits forever, its issue
+    602): reserves a CPU of that node and no GPU; `share_the_gpu` names the sampler's GPU."""
 
     def allocate_bundles(self) -> BundleResult:
         result = super().allocate_bundles()
         node = next(it for it in ray.nodes() if it["Alive"] and it["Resources"].get("GPU"))
         for bundle in result.bundles:
             bundle.pop("GPU")
-            # Every node has 1 of a resource with its own name: only to be placed there.
+            # Every node has 1 unit of a resource named after it: this only pins the placement.
             bundle[f"node:{node['NodeManagerAddress']}"] = 0.001
         return result
 
@@ -454,8 +454,8 @@ class OneGpuExplorer(VllmExplorer):
 
 
 def share_the_gpu(config: Config) -> None:
-    """Tell the sampler which GPU the trainer will get; Ray must be running. RunFailed: the cluster
-    has too few processors, or not one GPU, or it is not free."""
+    """Set the sampler's GPU to the one that the trainer will get. Ray must be connected. Raises
+    RunFailed: the cluster has too few CPUs, not exactly one GPU, or the GPU is in use."""
     resources = ray.cluster_resources()
     cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
     if gpus != 1 or cpus < CPUS:
@@ -473,6 +473,6 @@ def share_the_gpu(config: Config) -> None:
         raise RunFailed(f"{held}: another run holds it (see `ray status`)")
     config.explorer.rollout_model.cuda_visible_devices = ray.get(reference)
     deadline = time.monotonic() + _FREE_SECONDS
-    # verl looks at what is available once, and gives up if the GPU is not back yet.
+    # verl checks available resources once and fails if the GPU is not released yet.
     while ray.available_resources().get("GPU", 0) < 1 and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

@@ -1,8 +1,8 @@
-"""What happens to a step's experiences between its rollouts and the trainer.
+"""Operators on a step's experiences between the rollouts and the trainer.
 
-`RunFilter`, the first operator of Trinity's pipeline, takes out failed rollouts and puts the rest
-in a fixed order; `AnchorRate` measures GiGPO's states; `StepStamp`, the last one, counts for
-`WholeStepSampleStrategy`, by which the trainer takes experiences from the buffer.
+`RunFilter`, the first operator of Trinity's pipeline, removes failed rollouts and sorts the rest;
+`AnchorRate` measures GiGPO's anchor states; `StepStamp`, the last one, stores the step's size for
+`WholeStepSampleStrategy`, with which the trainer reads experiences from the buffer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from aflow_tune.types import Failure
 
 # Keys of `Experience.info`.
 FAILURE_KEY = "aflow/failure"  # marks a placeholder; the value is a `Failure`'s
-TRACE_KEY = "aflow/traceback"  # of a placeholder: why the rollout failed, in words
+TRACE_KEY = "aflow/traceback"  # of a placeholder: why the rollout failed, as text
 CALLER_KEY = "caller"
 STATE_KEY = "env_state_hash"  # what Trinity's GiGPO groups steps by
 STEP_REWARD_KEY = "step_reward"  # where Trinity's GiGPO reads rewards of single steps from
@@ -30,9 +30,9 @@ Processed = tuple[list[Experience], dict[str, float]]
 
 
 class RunFilter(ExperienceOperator):
-    """Keeps the experiences of rollouts that succeeded, ordered by task, rollout and step. The only
-    one left of its group is taken out too, unless nothing else is left of the step: Trinity would
-    take its raw reward for an advantage. More than `max_failed_fraction` failed end training."""
+    """Keeps the experiences of successful rollouts, sorted by task, rollout and step. Also removes
+    the only survivor of a group, unless the step has no others: Trinity would use its raw reward as
+    the advantage. If more than `max_failed_fraction` of the rollouts failed, training ends."""
 
     def __init__(self, max_failed_fraction: float = 1.0) -> None:
         self.max_failed_fraction = max_failed_fraction
@@ -40,11 +40,11 @@ class RunFilter(ExperienceOperator):
         self._highest = float("-inf")
 
     def process(self, exps: list[Experience]) -> Processed:
-        """The surviving experiences, `group/failed_runs`, `group/lone_runs` (taken out for want of
-        a group), and the shares of task groups by their rewards: `group/frac_mixed` (they differ),
-        `group/frac_all_best` and `group/frac_all_worst` (all alike, in the upper or lower half of
-        the rewards seen in this training). Raises RunFailed: no rollout is left, or too many
-        failed, with the first traceback; BudgetReached: this step is not trained."""
+        """The kept experiences; counts `group/failed_runs` and `group/lone_runs` (only survivors,
+        removed); and shares of groups by rewards: `group/frac_mixed` (they differ),
+        `group/frac_all_best` and `group/frac_all_worst` (all equal, in the upper or lower half of
+        the rewards that this process has seen). Raises RunFailed: no rollout is left, or too many
+        failed, with the first traceback; BudgetReached: the budget ended during the step."""
         failed = [exp for exp in exps if FAILURE_KEY in exp.info]
         kept = [exp for exp in exps if FAILURE_KEY not in exp.info]
         succeeded = len({exp.eid.rid for exp in kept})
@@ -66,16 +66,16 @@ class RunFilter(ExperienceOperator):
             rewards[exp.eid.tid][exp.eid.rid] = float(exp.reward or 0.0)
         thinned = {exp.eid.tid for exp in failed}
         lone = {tid for tid, group in rewards.items() if tid in thinned and len(group) == 1}
-        if len(lone) == succeeded:  # rather Trinity's way with groups of one than no step at all
+        if len(lone) == succeeded:  # better train on groups of one than lose the step
             lone = set()
         kept = [exp for exp in kept if exp.eid.tid not in lone]
-        # The order of completion differs under the same seed; training must not.
+        # Rollouts complete in varying order under the same seed; training must not depend on it.
         kept.sort(key=lambda exp: (exp.eid.task, exp.eid.run, exp.eid.step))
         metrics = {"group/failed_runs": float(len(failed)), "group/lone_runs": float(len(lone))}
         groups = [list(group.values()) for tid, group in rewards.items() if tid not in lone]
         self._lowest = min(self._lowest, *(min(group) for group in groups))
         self._highest = max(self._highest, *(max(group) for group in groups))
-        # Before any two rewards differed there is no middle: zero and below count as worst.
+        # As long as all rewards were equal there is no middle: zero and below count as worst.
         spread = self._highest > self._lowest
         middle = (self._lowest + self._highest) / 2 if spread else 0.0
         alike = [group[0] for group in groups if max(group) == min(group)]
@@ -87,14 +87,14 @@ class RunFilter(ExperienceOperator):
 
 
 class AnchorRate(ExperienceOperator):
-    """Logs how often GiGPO finds another rollout in the same anchor state (`STATE_KEY`): if nearly
-    never, it quietly is plain GRPO. Trinity's own `gigpo/anchor_group_hit_ratio` also counts one
-    rollout that meets a state twice."""
+    """Logs how often GiGPO finds another rollout in the same anchor state (`STATE_KEY`): if almost
+    never, GiGPO reduces to GRPO. Trinity's own `gigpo/anchor_group_hit_ratio` also counts a rollout
+    that visits a state twice."""
 
     def process(self, exps: list[Experience]) -> Processed:
-        """The same experiences, and the shares of calls whose state another rollout met as well:
-        `gigpo/anchor_hit_rate` of all, `gigpo/anchor_hit_rate_later` of those after the first of
-        their rollout, which is left out if there are none."""
+        """The same experiences, and the share of calls whose state another rollout visited, too:
+        `gigpo/anchor_hit_rate` over all calls, `gigpo/anchor_hit_rate_later` over all but the first
+        of each rollout, absent if there are none."""
         if not exps:
             return exps, {}
         rollouts: dict[str, set[str]] = defaultdict(set)
@@ -110,7 +110,7 @@ class AnchorRate(ExperienceOperator):
 
 
 class StepStamp(ExperienceOperator):
-    """Comes last: notes on each experience how many of its step are left to train on."""
+    """The last operator: stores in each experience how many of its step are trained on."""
 
     def process(self, exps: list[Experience]) -> Processed:
         """The same experiences, each with the step's size in its `info`. Raises RunFailed: the
@@ -126,8 +126,8 @@ class StepStamp(ExperienceOperator):
 
 
 class WholeStepSampleStrategy(DefaultSampleStrategy):
-    """Every train step consumes exactly one explorer step: this reads one experience, then as many
-    as its stamp says. Trinity's default counts experiences, whose number nobody knows before."""
+    """Every train step consumes exactly one explorer step: it reads one experience, then as many as
+    its stamp says. Trinity's default reads a fixed number, but workflows make varying numbers."""
 
     async def sample(
         self, step: int, **kwargs: Any

@@ -1,11 +1,11 @@
 """The chat model that a workflow gets: AgentScope's class over a client that records.
 
 Each call is noted when it starts, with its caller and state, and keeps its own experiences, so
-that attribution and order are right under `asyncio.gather`. The real client lives in the runner's
-event loop; calls are handed to it from the rollout's own.
+attribution and order are right under `asyncio.gather`. The real client lives in the runner's event
+loop; calls are passed to it from the rollout's own loop.
 
-Streams are refused: they carry no token ids. What the user passes to a call wins over the
-configuration; a call that is sampled otherwise is answered but marked `off_policy`, since the
+Streaming is refused, because streams carry no token ids. Arguments of a call override the
+configuration; a call with other sampling arguments is answered but marked `off_policy`, since the
 trainer could not reproduce its log-probabilities.
 """
 
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
 _DISTRIBUTION_KEYS = ["top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"]
 _DISTRIBUTION_KEYS += ["repetition_penalty", "logit_bias"]
-"""Arguments, beside the temperature, that change what is sampled."""
+"""Arguments, beside the temperature, that change the sampling distribution."""
 _NO_EFFECT = {"top_k": (0, -1), "top_p": (1, 1.0), "repetition_penalty": (1, 1.0)}
 """Values, beside None, zero and empty ones, that switch such an argument off."""
-_RANDOM_IDS = ("id", "tool_call_id")  # keys of messages that differ in the same state
+_RANDOM_IDS = ("id", "tool_call_id")  # random keys of messages, not part of the state
 
 
 @dataclass
 class RecordedCall:
-    """One model call: its note, what was asked, and an experience for each choice. `tools`: `name`
-    and `arguments` (JSON text) of the first choice's calls; `counted`: whether the server said how
-    many tokens it read and drew."""
+    """One model call: its note, the messages, and an experience for each choice. `tools`: `name`
+    and `arguments` (JSON text) of the first choice's calls; `counted`: whether the server reported
+    its token usage."""
 
     note: CallNote
     messages: list[dict[str, Any]]
@@ -61,7 +61,7 @@ class RecordedCall:
 
 @dataclass(eq=False)
 class RecordingClient:
-    """Trinity's client and the wrapper whose history it records to."""
+    """Trinity's client and the wrapper whose history it appends to."""
 
     wrapper: ModelWrapper
     client: Any
@@ -69,9 +69,9 @@ class RecordingClient:
 
 
 class RolloutRecorder:
-    """Everything that one rollout asks the model that is being tuned. Made in the event loop of
-    `source`'s client. `task_id` is unique in its batch; `seed`: root of the seeds of its calls,
-    None leaves them to the server; `generate_kwargs`: the configured arguments of a call."""
+    """Records all calls of one rollout to the policy. Create it in the event loop of `source`'s
+    client. `task_id` must tell tasks apart; `seed`: root of the seeds of its calls, None leaves
+    them to the server; `generate_kwargs`: the configured arguments of a call."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class RolloutRecorder:
         return chat_model(client, self._generate_kwargs)
 
     def close(self) -> list[RecordedCall]:
-        """End the recording, cancel what is under way; answered calls in order of their start."""
+        """Stop recording and cancel pending calls; returns answered calls in order of start."""
         self._closed = True
         for task in self._in_flight:
             task.cancel()
@@ -110,7 +110,7 @@ class RolloutRecorder:
         configured = self._generate_kwargs
         same = kwargs.get("max_tokens") == configured.get("max_tokens")
         if "max_completion_tokens" in kwargs and same:
-            kwargs["max_tokens"] = None  # the configured one yields to its newer name
+            kwargs["max_tokens"] = None  # the call's newer name overrides the configured limit
         bodies = (configured.get("extra_body"), kwargs.get("extra_body"))
         if any(bodies):
             kwargs["extra_body"] = {**(bodies[0] or {}), **(bodies[1] or {})}
@@ -120,7 +120,7 @@ class RolloutRecorder:
         note = self._context.note_call()
         messages = list(kwargs["messages"])
         if self._seed is not None and "seed" not in kwargs:
-            # By what is asked, not by when: concurrent callers may overtake each other.
+            # By content, not by order: concurrent callers may overtake each other.
             shown = json.dumps(messages, sort_keys=True, default=str)
             asked = f"{self._seed}|{note.caller}|{shown}"
             numbered = f"{asked}|{self._asked[asked]}"
@@ -156,8 +156,8 @@ class RolloutRecorder:
             response = await self._client.chat.completions.create(**kwargs)
         finally:
             self._in_flight.discard(task)
-        # Trinity's client appends the answer's experiences to the wrapper's history and returns
-        # without giving up control in between: the last ones are this call's.
+        # Trinity's client appends the response's experiences to the wrapper's history and returns
+        # without an await in between: the last ones belong to this call.
         history, count = self._wrapper.history, len(response.choices)
         call.experiences = history[len(history) - count :]
         history.clear()
@@ -175,12 +175,12 @@ class RolloutRecorder:
 
 
 def load_agentscope() -> None:
-    """Import what `chat_model` needs, which takes seconds, before the time of a rollout begins."""
+    """Import what `chat_model` needs, which takes seconds, before a rollout's time limit starts."""
     importlib.import_module("agentscope.model")
 
 
 def chat_model(client: Any, generate_kwargs: Mapping[str, Any]) -> TrinityChatModel:
-    """AgentScope's model object over `client`, which has its `model_path`."""
+    """AgentScope's model object over `client`, which has a `model_path`."""
     from agentscope.model import TrinityChatModel
 
     model = object.__new__(TrinityChatModel)  # its own `__new__` warns that it is deprecated
@@ -192,8 +192,8 @@ def chat_model(client: Any, generate_kwargs: Mapping[str, Any]) -> TrinityChatMo
 def auxiliary_chat_models(
     wrappers: Iterable[ModelWrapper], clients: Iterable[Any], loop: asyncio.AbstractEventLoop
 ) -> dict[str, TrinityChatModel]:
-    """Auxiliary models by name, for workflows in any event loop; nothing is recorded. `clients`:
-    those of the wrappers, which live in `loop`."""
+    """Auxiliary models by name, for workflows in any event loop; not recorded. `clients`: one for
+    each wrapper, living in `loop`."""
 
     def shared(model: ModelWrapper, client: Any) -> TrinityChatModel:
         async def ask(kwargs: dict[str, Any]) -> Any:
@@ -216,7 +216,7 @@ def response_length(experience: Experience) -> int:
 
 
 def call_summaries(context: RolloutContext, calls: list[RecordedCall]) -> list[dict[str, Any]]:
-    """What `EvalRecord.calls` holds: all calls of the rollout, also those without an answer."""
+    """The entries of `EvalRecord.calls`: all calls of the rollout, failed ones included."""
     answered = {call.note.index: call for call in calls}
     summaries = []
     for note in list(context.calls):
@@ -237,7 +237,7 @@ def call_summaries(context: RolloutContext, calls: list[RecordedCall]) -> list[d
 
 
 def final_answer(response: Any, calls: list[RecordedCall]) -> str | None:
-    """What the rollout ended with: the workflow's response, else that of the last call."""
+    """`answer_key` of the workflow's response, else of the last call's with its tool calls."""
     if callable(getattr(response, "get_text_content", None)):  # a message of AgentScope's
         response = response.get_text_content()
     if isinstance(response, str):
@@ -257,8 +257,8 @@ def transcript_entry(call: RecordedCall) -> dict[str, Any]:
 
 
 def state_hash(task_id: str, caller: str, state: Any) -> str:
-    """GiGPO's anchor state: who asks what in which task, without differences of white space and of
-    the random ids of tool calls."""
+    """GiGPO's anchor state: a hash of task, caller and state, ignoring white space and the random
+    ids of tool calls."""
     text = json.dumps([task_id, caller, _normalised(state)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -289,8 +289,8 @@ _open: dict[asyncio.AbstractEventLoop, dict[Any, RecordingClient]] = {}
 
 
 async def recording_client(model: ModelWrapper) -> RecordingClient:
-    """The client for `model` in the current loop, closed with it. One serves all rollouts: Trinity
-    gives each a wrapper of its own, whose client would take 50 ms to make."""
+    """The client for `model` in the current loop, closed with it. All rollouts share it: Trinity
+    gives each its own wrapper, whose client would take 50 ms to create."""
     of_loop = _open.setdefault(asyncio.get_running_loop(), {})
     key = (id(model.config), model.api_address)  # the wrapper below keeps the config alive
     if key not in of_loop:
@@ -305,7 +305,7 @@ async def recording_client(model: ModelWrapper) -> RecordingClient:
                 _open.pop(asyncio.get_running_loop(), None)
                 await client.close()
 
-        # A loop finalises its asynchronous generators while connections can still be closed.
+        # A loop finalises async generators at shutdown, when it can still close connections.
         of_loop[key].keeper = close_with_loop(of_loop[key].client)
         await anext(of_loop[key].keeper)
     return of_loop[key]

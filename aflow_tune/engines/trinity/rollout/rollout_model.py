@@ -1,8 +1,8 @@
-"""The local sampler with its OpenAI-compatible server as a model of Trinity's.
+"""The local sampler with its OpenAI-compatible server, as a model for Trinity.
 
-A run in one process reaches a `SamplerHost` through `InlineModel`, the split through one Ray actor,
-`LocalRolloutModel`. Workflows reach the server over HTTP: on loopback, or on the node's address
-with a token of its own if the Ray has several nodes.
+A run in one process uses a `SamplerHost` through `InlineModel`; a run on Ray through one actor per
+model, `LocalRolloutModel`. Workflows call the server over HTTP: on loopback, or on the node's
+address with a random API key if the Ray cluster has several nodes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class SamplerHost:
         cls, config: InferenceModelConfig, host: str = "127.0.0.1", api_key: str | None = None
     ) -> SamplerHost:
         """Load the model named by `config.model_path` and serve it on `host`; our own settings
-        (`local.*`, the LoRA shape) travel in `config.extra_engine_args`."""
-        # Here, and not above: every process that gets a handle of the actor imports its class.
+        (`local.*`, the LoRA shape) come in `config.extra_engine_args`."""
+        # Imported here: every process that gets a handle of the actor imports this module.
         from aflow_tune.engines.local.scripted import ScriptedSampler, ScriptedServer
         from aflow_tune.engines.local.server import SamplerServer
 
@@ -87,7 +87,7 @@ class SamplerHost:
 
 
 class InlineModel(ModelWrapper):
-    """Trinity's model wrapper over a sampler of the same process."""
+    """Trinity's model wrapper over a sampler in the same process."""
 
     def __init__(self, host: SamplerHost, config: InferenceModelConfig) -> None:
         super().__init__(models=[host], config=config, api_address=host.url)
@@ -103,7 +103,7 @@ class InlineModel(ModelWrapper):
 
 
 class LocalRolloutModel(BaseInferenceModel):
-    """Trinity's rollout model over our sampler; what workflows ask comes over HTTP."""
+    """Trinity's rollout model over our sampler; workflows call it over HTTP."""
 
     host: SamplerHost
 
@@ -113,7 +113,7 @@ class LocalRolloutModel(BaseInferenceModel):
 
     async def prepare(self) -> None:
         address = "127.0.0.1"
-        if spans_nodes():  # runners of other nodes ask it: by its own address, with its token
+        if spans_nodes():  # reachable for runners on other nodes, so it needs a key
             address, self._token = ray.util.get_node_ip_address(), secrets.token_urlsafe(32)
         make = SamplerHost.from_model_config
         self.host = await asyncio.to_thread(make, self.config, address, self._token)
@@ -132,7 +132,7 @@ class LocalRolloutModel(BaseInferenceModel):
     async def sync_model_weights(
         self, model_version: int, method: SyncMethod, timeout: float = 1200
     ) -> int:
-        """Take the trainer's weights from the Synchronizer, by memory."""
+        """Load the newest weights from the Synchronizer's memory; returns their version."""
         synchronizer = ray.get_actor("synchronizer", namespace=self.config.ray_namespace)
         state, version = await synchronizer.get_model_state_dict.remote()
         if state is not None:
@@ -140,7 +140,7 @@ class LocalRolloutModel(BaseInferenceModel):
         return version
 
     async def served_logprobs(self, tokens: list[int], temperature: float) -> list[float]:
-        """Log-probabilities of tokens 1..T-1, by the sampler behind the server."""
+        """Log-probabilities of tokens 1..T-1 by the sampler."""
         return await asyncio.to_thread(self.host.sampler.token_logprobs, tokens, temperature)
 
     def sampler_stats(self) -> dict[str, float]:

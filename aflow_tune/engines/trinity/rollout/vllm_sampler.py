@@ -1,11 +1,11 @@
-"""Trinity's sampler actor on vLLM, with what 0.6.0 leaves out.
+"""Trinity's sampler actor on vLLM, with fixes for Trinity 0.6.0.
 
-- **The adapter reaches the rollouts.** To Trinity's OpenAI server a request by the model's name is
-  one for the base model, for ever. Here it gets the newest adapter, and none at version 0.
-- **No cache of older adapters.** vLLM knows cached prefixes by the adapter's name, which stays.
-- **Ranks that vLLM has no kernels for** are rounded up to the next it has.
-- **Weights by memory** arrive also on a Ray that the command started.
-- **A fixed text can be scored** for the sync check, by the server, as a workflow would ask it.
+- **Adapter.** Trinity's OpenAI server answers requests by the model's name with the base model.
+  Here they get the newest adapter, and none at version 0.
+- **Prefix cache.** vLLM keys cached prefixes by the adapter's name, which never changes, so the
+  cache is cleared after each sync.
+- **Ranks without vLLM kernels** are rounded up to the next supported rank.
+- **Weight sync by memory** also works on a Ray that the command started.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class VllmSampler(vLLMRolloutModel):
             wanted = config.lora_kwargs["max_lora_rank"]
             ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= wanted]
             config.lora_kwargs["max_lora_rank"] = min(ranks)
-        # vLLM's own processes ask this Ray for weights (`sync_method: memory`). Ray does not know
-        # them, and without an address they would start another one.
+        # vLLM's own processes get weights from this Ray (`sync_method: memory`). They are not Ray
+        # workers, and without an address they would start a Ray of their own.
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         super().__init__(config)
 
@@ -62,7 +62,7 @@ class VllmSampler(vLLMRolloutModel):
         return version
 
     async def served_logprobs(self, tokens: list[int], temperature: float) -> list[float]:
-        """Log-probabilities of tokens 1..T-1, by the OpenAI server. RunFailed if it refuses."""
+        """Log-probabilities of tokens 1..T-1, by the OpenAI server. RunFailed if it fails."""
         body = {"model": self.config.model_path, "prompt": tokens, "max_tokens": 1}
         body |= {"temperature": temperature, "prompt_logprobs": 0}
         url = f"{self.get_api_server_url()}/v1/completions"
@@ -74,7 +74,7 @@ class VllmSampler(vLLMRolloutModel):
                     answer.raise_for_status()
                     break
                 except httpx.HTTPError as error:
-                    # Trinity starts the server without waiting for it.
+                    # Trinity does not wait until the server is up.
                     starting = isinstance(error, httpx.ConnectError) and not self.async_llm.errored
                     if not starting or time.monotonic() > deadline:
                         told = f"the sampler's server at {url} failed: {error}; see the run's logs"

@@ -1,1 +1,1 @@
-"""From experiences to weights: Trinity's algorithms and its trainer on our engine, its metrics."""
+"""From experiences to weights: Trinity's algorithms and trainers, sync check, resume, metrics."""

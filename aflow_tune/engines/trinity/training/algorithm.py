@@ -1,8 +1,8 @@
 """Trinity's algorithms on the local trainer.
 
 A Trinity algorithm is a choice of registered functions: policy, KL and entropy loss, advantage,
-perhaps a KL penalty in the reward. `TrainStep` turns experiences into samples, computes what these
-functions read, and hands the trainer one loss over the whole batch. Left out: critics (ppo).
+perhaps a KL penalty in the reward. `TrainStep` turns experiences into samples, computes the inputs
+of these functions, and passes the trainer one loss over the whole batch. No critics (PPO).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from aflow_tune.engines.local.trainer import LocalTrainer, LossBatch, Sample
 from aflow_tune.errors import BadInput
 
 PER_TOKEN = ("advantages", "returns", "teacher_logprobs", "token_level_reward")
-"""Experience fields [R] that a registered function may read."""
+"""Experience fields, [R] each, that a registered function may read."""
 
 
 def _made(registry: Any, name: str, arguments: dict[str, Any] | None) -> Any:
@@ -57,7 +57,7 @@ class TrinityLoss:
         )
 
     def __call__(self, batch: LossBatch) -> tuple[Tensor, dict[str, float]]:
-        """The loss and its metrics. BadInput if the experiences lack something that it reads."""
+        """The loss and its metrics. Raises BadInput: the experiences lack an input of the loss."""
         inputs = {"action_mask": batch.action_mask_BR, **batch.extra}
         if batch.old_logprobs_BR is not None:
             inputs["old_logprob"] = batch.old_logprobs_BR
@@ -67,7 +67,7 @@ class TrinityLoss:
             expected, fix = f"experiences with {', '.join(missing)}", "choose another algorithm"
             raise BadInput.of(title, f"{where}: {self.name}", expected, "some without", fix)
         if "expert_mask" in self.policy.select_keys:
-            # The mix losses weight their two means by micro-batches and GPUs; this makes it 1.
+            # The mix losses scale their two means by micro-batches and GPUs; this makes that 1.
             experts = int(inputs["expert_mask"].sum())
             self.policy.use_dynamic_bsz = False
             self.policy.gradient_accumulation = 1
@@ -93,8 +93,8 @@ class TrinityLoss:
 
 
 class TrainStep:
-    """One train step of a Trinity algorithm: experiences in, metrics out. Raises BadInput for an
-    algorithm with a critic, and at a step whose experiences lack what the algorithm reads."""
+    """One train step of a Trinity algorithm: experiences in, metrics out. Raises BadInput: when
+    made, for an algorithm with a critic; when called, as `TrinityLoss`."""
 
     def __init__(self, config: Config, trainer: LocalTrainer) -> None:
         self.algorithm = algorithm = config.algorithm
@@ -116,12 +116,12 @@ class TrainStep:
             trainer.keep_reference()
 
     def __call__(self, exps: list[Experience]) -> dict[str, float]:
-        """Train once on `exps`, all of them."""
+        """Make one update on all of `exps`; returns the metrics."""
         started = time.perf_counter()
         metrics: dict[str, float] = {}
         of_explorer = hasattr(self.advantage, "process")
         if self.advantage is not None and of_explorer:
-            # Such a group advantage works on experiences wherever it runs.
+            # A group advantage with `process` takes experiences, not a DataProto.
             exps, found = self.advantage.process(exps)
             metrics |= {f"advantage/{k}": float(v) for k, v in found.items()}
         groups = _grouped(exps)
@@ -145,8 +145,8 @@ class TrainStep:
         return metrics
 
     def _advantages(self, exps: list[Experience], samples: list[Sample]) -> dict[str, float]:
-        """Advantages that Trinity computes in the trainer, on verl's DataProto: response columns
-        only, the reward on each response's last token."""
+        """Advantages that Trinity computes in the trainer, on verl's DataProto with the response
+        columns only. Sets `advantages` and `returns` of `samples`; returns the metrics."""
         from verl import DataProto
 
         advantage: Any = self.advantage
@@ -180,7 +180,7 @@ class TrainStep:
 
 
 def to_sample(exp: Experience) -> Sample:
-    """One experience as a sample of the trainer."""
+    """The trainer's sample; `token_level_scores`: own, or the reward on the last response token."""
     width = len(exp.action_mask)
     extra: dict[str, Tensor] = {
         name: torch.as_tensor(value, dtype=torch.float32)
@@ -207,17 +207,17 @@ def to_sample(exp: Experience) -> Sample:
 
 
 def _has_task(exp: Experience) -> bool:
-    """Experiences of a data set (sft, experts) carry no task: each stands for itself."""
+    """Whether `exp` has a task; experiences of a data set (SFT, experts) have none."""
     return exp.eid.batch != "" or exp.eid.task != ""
 
 
 def _grouped(exps: Sequence[Experience]) -> list[list[Experience]]:
-    """Experiences by task in an order that does not depend on arrival; DPO pairs by pair."""
+    """Groups by task in an order independent of arrival, then experiences without; DPO: by pair."""
     if exps[0].experience_type == "dpo":
         return [split_dpo_experience_to_single_turn([exp]) for exp in exps]
 
     def key(exp: Experience) -> tuple[Any, ...]:
-        # Numbers by value, before names.
+        # Sort numbers by value, before names.
         ids = (exp.eid.batch, exp.eid.task)
         order = [(0, it, "") if isinstance(it, int) else (1, 0, str(it)) for it in ids]
         return (*order, exp.eid.run, exp.eid.step)
@@ -229,7 +229,7 @@ def _grouped(exps: Sequence[Experience]) -> list[list[Experience]]:
 
 
 def _data_metrics(exps: Sequence[Experience], samples: Sequence[Sample]) -> dict[str, float]:
-    """Scores, advantages and lengths of a batch under the names of Trinity's trainers."""
+    """Rewards, advantages and lengths of a batch, named as by Trinity's trainers."""
     rewards = torch.tensor([float(exp.reward) for exp in exps if exp.reward is not None])
     columns: dict[str, Tensor] = {
         "prompt_length": torch.tensor([float(s.prompt_length) for s in samples]),

@@ -1,6 +1,6 @@
-"""Where Trinity's metrics go: TensorBoard, as upstream writes it, and `metrics.jsonl`.
+"""Writes Trinity's metrics to TensorBoard, as upstream does, and to `metrics.jsonl`.
 
-A metric that cannot be written costs a line in the log, never the run.
+A metric that cannot be written is logged as an error; the run continues.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from aflow_tune.report.metrics import append_metrics, scalar
 
 
 class RunMonitor(Monitor):
-    """Plugs in as `monitor.monitor_type`. Writes to `config.checkpoint_job_dir` and
-    `config.monitor.cache_dir`; tables, which hold whole experiences, are not kept."""
+    """A `monitor.monitor_type`. Writes to `config.checkpoint_job_dir` and
+    `config.monitor.cache_dir`; tables, which hold whole experiences, are not written."""
 
     def __init__(self, project: str, group: str, name: str, role: str, config: Config) -> None:
         super().__init__(project, name, role, config)
@@ -40,5 +40,5 @@ class RunMonitor(Monitor):
             get_logger(__name__, in_ray_actor=True).error(told, error)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # a full disk, told when it was met
+        with contextlib.suppress(OSError, AttributeError):  # a full disk, logged by `log`
             self._writer.close()

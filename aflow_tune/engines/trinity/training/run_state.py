@@ -1,8 +1,8 @@
-"""From which step a run folder's run resumes, and what else must go back there.
+"""From which step a run resumes, and how its folder is rewound to that step.
 
-A checkpoint (`global_step_N`) is the only truth on resume: the position in the task sets, the
-metrics and the evaluations are taken back to N before anything starts. N is the newest whose hashes
-are right; a damaged one is set aside as `damaged_global_step_N`.
+The checkpoint (`global_step_N`) decides: data position, metrics (`report.metrics`), evaluations and
+rollout records are rewound to N before the run starts. On the local engine N is the newest with
+correct hashes, and damaged newer ones are renamed; on `engine: trinity` it is Trinity's own record.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from aflow_tune.types import Checkpoint
 
 
 def refuse_chain(run_dir: Path) -> None:
-    """BadInput if the folder belongs to a chain of stages: one of its stages would be lost."""
+    """Raise BadInput if the folder belongs to a chain of stages: a single run would mix with it."""
     if (run_dir / CHAIN_FILE).exists():
         title = "This folder belongs to a configuration with `stages`."
         expected, fix = "the folder of a single run, or a new one", "give this run another `name=`"
@@ -43,27 +43,27 @@ def refuse_chain(run_dir: Path) -> None:
 
 
 def save_taskset_state(run_dir: Path, step: int, state: list[dict[str, Any]]) -> None:
-    """Keep the task sets' position after batch `step` was read, before it is submitted."""
+    """Save the readers' position after batch `step` was read, for `rewind`."""
     write_json(run_dir / "taskset_state" / f"step_{step}.json", state)
 
 
 def is_evaluated(run_dir: Path, step: int, tasksets: Iterable[str]) -> bool:
-    """Whether the weights of `step` were evaluated to the end on every one of `tasksets`."""
+    """Whether the evaluation of `step` is complete on every one of `tasksets`, by the metrics."""
     lines = (line for line in read_metrics(run_dir) if line.step == step)
     done = {name for line in lines for name in finished_evaluations(line.metrics)}
     return done.issuperset(tasksets)
 
 
 def forget_evaluation(taskset: TasksetConfig, step: int) -> None:
-    """Remove what an earlier, broken-off evaluation of these weights left, before a new one."""
+    """Remove the records of an interrupted evaluation of these weights, before a new one."""
     directory = taskset.workflow_args.get("eval_dir")
     if directory:
         record_path(Path(directory), taskset.name, step).unlink(missing_ok=True)
 
 
 def newest_sound(run_dir: Path) -> int:
-    """The step of the newest sound checkpoint, 0 without any. Newer ones that are damaged are
-    renamed to `damaged_global_step_N`. BadInput: all are damaged; they stay as they are."""
+    """The step of the newest intact checkpoint, 0 if there is none. Damaged newer ones are renamed
+    to `damaged_global_step_N`. Raises BadInput: all are damaged; nothing is renamed."""
     damaged: list[tuple[Checkpoint, CheckpointError]] = []
     for checkpoint in reversed(checkpoints(run_dir)):
         try:
@@ -91,8 +91,8 @@ def newest_sound(run_dir: Path) -> int:
 
 
 def rewind(run_dir: Path, step: int, explorer_name: str) -> None:
-    """Take everything but the checkpoints back to `step`. Raises BadInput: the position in the task
-    sets at `step` was lost."""
+    """Rewind data position, evaluations and rollout records to `step`; the caller rewinds metrics.
+    Raises BadInput: the data position at `step` is missing."""
     explorer_file = run_dir / f"{explorer_name}_meta.json"
     if step == 0:
         explorer_file.unlink(missing_ok=True)
@@ -109,20 +109,20 @@ def rewind(run_dir: Path, step: int, explorer_name: str) -> None:
         if int(path.stem.removeprefix("step_")) > step:
             path.unlink()
     forget_rollouts(run_dir, step)
-    # The queue's copy on disk is only a log; a stale one would mix two attempts.
+    # The buffer's copy on disk is only a log; a stale one would mix two attempts.
     shutil.rmtree(run_dir / "buffer", ignore_errors=True)
 
 
 def trinity_step(run_dir: Path) -> int:
-    """The step from which Trinity's own trainer resumes, by its record of finished saves (folders
-    may be half written, or hold only what the sampler was sent); 0 without any."""
+    """The step from which Trinity's trainer resumes, 0 for a new run. By its record of finished
+    saves: a folder may be half written, or hold only weights for the sampler."""
     record = run_dir / "latest_checkpointed_iteration.txt"
     return int(record.read_text(encoding="utf-8")) if record.exists() else 0
 
 
 def rewind_trinity(run_dir: Path, step: int) -> None:
-    """Take away weights of later steps: Trinity would give the newest to the sampler, whatever the
-    trainer resumes from."""
+    """Remove weights of later steps: Trinity would load the newest into the sampler, whatever step
+    the trainer resumes from."""
     for checkpoint in checkpoints(run_dir):
         if checkpoint.step > step:
             remove_checkpoint(checkpoint.path)
@@ -134,9 +134,9 @@ def rewind_trinity(run_dir: Path, step: int) -> None:
 
 
 def check_restart(run_dir: Path, fingerprint: dict[str, Any], target: int) -> RunState | None:
-    """The state of the folder's earlier run if it is to be resumed, None for a new run. Raises
-    AlreadyFinished: the same configuration reached its target here. BadInput: the configuration
-    changed, every changed key is listed; or nothing says what was trained."""
+    """The state of the run to resume, None for a new run. Raises AlreadyFinished: the same
+    configuration reached its target here; BadInput: the configuration changed (a fault for each
+    changed key), or checkpoints exist without `run.json`."""
     state = read_state(run_dir)
     if state is None:
         ours = [point for point in checkpoints(run_dir) if (point.path / MANIFEST).is_file()]
@@ -160,7 +160,7 @@ def check_restart(run_dir: Path, fingerprint: dict[str, Any], target: int) -> Ru
 
 
 def changed_keys(run_dir: Path, state: RunState, fingerprint: dict[str, Any]) -> list[Fault]:
-    """Every setting in which `fingerprint` differs from the run of `state`, by its key."""
+    """A fault for every setting in which `fingerprint` differs from the run of `state`, by key."""
     before = state.fingerprint
     return [
         Fault(
@@ -170,7 +170,7 @@ def changed_keys(run_dir: Path, state: RunState, fingerprint: dict[str, Any]) ->
             "set it back to resume, or give the changed run another `name=`",
         )
         for key in sorted(before.keys() | fingerprint.keys())
-        # An older version may have counted a setting that is free by now, or have named a class
-        # of ours by another path.
+        # An older version may have stored a setting that may change by now, or named one of our
+        # classes by another path.
         if renamed(before.get(key)) != fingerprint.get(key) and not is_free(key)
     ]

@@ -1,8 +1,8 @@
-"""Whether the sampler has the trainer's weights: one fixed text, scored by both after each sync.
+"""Checks that the sampler has the trainer's weights: both score one fixed text after each sync.
 
-A sync that does nothing goes unnoticed otherwise: rollouts keep coming, from the base model.
-`MISMATCH` is the mean absolute difference of the log-probabilities of the text's tokens. What
-counts as rounding is measured before the first step, when both have the same weights.
+Otherwise a sync that does nothing goes unnoticed: rollouts continue with the base model.
+`MISMATCH` is the mean absolute difference of the text's token logprobs. The rounding level is
+measured before the first step, when both have the same weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aflow_tune.errors import RunFailed
 
 MOST_TOKENS = 48
 CHECKED_UPDATES = 3
-"""Once the sampler has followed so many updates, the mismatch is only recorded."""
+"""After the sampler has followed this many updates, the mismatch is only recorded."""
 
 _TEXT = (
     "The workflow asks the model twice: first for a draft, then for a check of it. "
@@ -29,38 +29,38 @@ _TABLE = b"aflow-tune-sync"
 
 
 def is_checked(config: Config) -> bool:
-    """Whether explorer and trainer of one run are there to be asked; the local engine goes by the
-    names of vLLM and verl."""
+    """Whether the run has both an explorer and a trainer actor to compare. The local engine counts:
+    its configuration uses the names `vllm` and `verl`."""
     kinds = config.explorer.rollout_model.engine_type, config.trainer.trainer_type
     return config.mode in ("both", "colocate") and kinds == ("vllm", "verl")
 
 
 def probe_tokens(tokenizer: Any, max_model_len: int) -> list[int]:
-    """The fixed text in tokens of `tokenizer`, at most `MOST_TOKENS` and with room to answer."""
+    """Token ids of the fixed text, at most `MOST_TOKENS` and fewer than `max_model_len`."""
     ids: list[int] = tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
     return ids[: min(MOST_TOKENS, max_model_len - 1)]
 
 
 class SyncCheck:
-    """Compares sampler and trainer of one run, version by version. `sixteen_bit`: whether either of
-    them computes in bf16 or fp16 (or less)."""
+    """Compares one sampler with the trainer, version by version. `sixteen_bit`: at least one of
+    them computes in 16 bits or less."""
 
     def __init__(self, sixteen_bit: bool) -> None:
-        # A difference that is always rounding, one that never is, and a move of the trainer that a
-        # sampler with its weights shows in some digit.
+        # Mean differences: always rounding below `floor`, never above `limit`; if the trainer moved
+        # by more than `least`, a sampler with its weights cannot return the same numbers.
         self.floor, self.limit, self.least = (
             (5e-3, 0.5, 1e-3) if sixteen_bit else (1e-5, 0.05, 3e-5)
         )
         self.followed = 0
         self._at_first: float | None = None
-        # What both said when the sampler's numbers last changed.
+        # (sampler, trainer) logprobs when the sampler's last changed.
         self._changed: tuple[list[float], list[float]] = [], []
         self._last: list[float] = []
 
     def compare(self, version: int, sampler: Sequence[float], trainer: Sequence[float]) -> float:
-        """The mismatch of `version`, of which both say the text's log-probabilities (T - 1 each).
-        RunFailed, within the first updates of this run: the sampler did not change though the
-        trainer did, or they disagree beyond rounding."""
+        """The mismatch of `version`, from the logprobs of tokens 1..T-1 by either side. Raises
+        RunFailed, until the sampler has followed `CHECKED_UPDATES` updates: the sampler did not
+        change although the trainer did, or they differ by more than rounding."""
         sampler, trainer = list(sampler), list(trainer)
         mismatch = _distance(sampler, trainer)
 
@@ -79,7 +79,7 @@ class SyncCheck:
         before, then = self._changed
         if self.followed < CHECKED_UPDATES:
             moved = _distance(trainer, then)
-            # The same bits for every token: by chance only if the trainer hardly moved either.
+            # Bit-equal sampler logprobs are plausible only if most of the trainer's are, too.
             most = 2 * sum(a != b for a, b in zip(trainer, then, strict=False)) > len(trainer)
             if sampler == before and most and moved > self.least:
                 raise RunFailed(
@@ -103,20 +103,20 @@ _WHAT_TO_DO = (
 
 
 def _distance(one: Sequence[float], other: Sequence[float]) -> float:
-    """Mean absolute difference; infinite if the two are not of one text."""
+    """Mean absolute difference; infinite if the lengths differ or are 0."""
     if len(one) != len(other) or not one:
         return float("inf")
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
 
 
 def publish(namespace: str, version: int, tokens: list[int], logprobs: list[float]) -> None:
-    """From the trainer's actor: what `version` says of the text, for the explorer's."""
+    """Publish the trainer's tokens and logprobs of `version` to the explorer, in Ray's KV store."""
     content = json.dumps({"tokens": tokens, "logprobs": logprobs})
     _internal_kv_put(f"{namespace}:{version}".encode(), content.encode(), namespace=_TABLE)
 
 
 def published(namespace: str, version: int, timeout: float) -> tuple[list[int], list[float]]:
-    """What the trainer's actor published of `version`, taken. RunFailed after `timeout` seconds."""
+    """Wait for and remove what was published of `version`. RunFailed after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     key = f"{namespace}:{version}".encode()
     while not (content := _internal_kv_get(key, namespace=_TABLE)):
@@ -132,5 +132,5 @@ def published(namespace: str, version: int, timeout: float) -> tuple[list[int], 
 
 
 def forget(namespace: str) -> None:
-    """Take away what was published and nobody asked for: the cluster may be another's."""
+    """Remove what was published but not read: the cluster may be shared."""
     _internal_kv_del(f"{namespace}:".encode(), del_by_prefix=True, namespace=_TABLE)

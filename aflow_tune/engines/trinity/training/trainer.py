@@ -1,8 +1,8 @@
-"""Trinity's Trainer on the local engine, with a loop that ends in an error when a step fails.
+"""Trinity's Trainer for both engines, with a train loop that raises when a step fails.
 
 `PublishingTrainer` is the trainer's half of the sync check, for both engines; `LocalTrainEngine`
 puts our trainer behind Trinity's `TrainEngineWrapper`; `LocalTrainActor` and `VerlTrainer` are the
-actors. PEFT is imported at its use: every process with an actor's handle imports this module.
+actors. PEFT is imported lazily: every process with an actor's handle imports this module.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ T = TypeVar("T")
 
 
 class PublishingTrainer(Trainer):
-    """Trinity's Trainer, which publishes how its weights score the text of the sync check: before
-    the first step and after each."""
+    """Trinity's Trainer, which publishes the logprobs of the sync check's text under its weights,
+    before the first step and after each."""
 
     async def prepare(self) -> None:
         await super().prepare()
@@ -55,7 +55,7 @@ class PublishingTrainer(Trainer):
         forget(self.config.ray_namespace)
 
     async def probe(self) -> tuple[list[int], list[float]] | None:
-        """The fixed text in tokens, and log-probabilities of tokens 1..T-1; None: nobody asks."""
+        """The fixed text in tokens, and log-probabilities of tokens 1..T-1; None: no sync check."""
         raise NotImplementedError
 
     async def _publish(self) -> None:
@@ -65,8 +65,8 @@ class PublishingTrainer(Trainer):
 
 
 class LocalTrainEngine(TrainEngineWrapper):
-    """One optimiser step a call on our trainer; it owns weights and checkpoints. All torch work
-    happens on one thread of its own, so that the event loop stays free to answer."""
+    """Runs our trainer, one optimiser step per call, and manages its checkpoints. All torch work
+    happens on one thread of its own, so that the event loop stays responsive."""
 
     def __init__(self, config: AflowConfig) -> None:
         self.config = config
@@ -108,8 +108,8 @@ class LocalTrainEngine(TrainEngineWrapper):
     async def save_checkpoint(
         self, block_until_saved: bool = False, save_as_hf: bool = False
     ) -> None:
-        """Write the whole state atomically; `save_as_hf` adds the exported model beside it."""
-        if not self.trainer.torn:  # weights of a half-made update belong to no step
+        """Write the whole state atomically; `save_as_hf` also exports the model to `export/`."""
+        if not self.trainer.torn:  # else the weights are between two steps: save nothing
             await self._run(lambda: self._save(save_as_hf))
 
     def _save(self, save_as_hf: bool) -> None:
@@ -127,7 +127,7 @@ class LocalTrainEngine(TrainEngineWrapper):
                 eval_interval=config.explorer.eval_interval if evaluates else None,
             )
             for old in sorted(set(saved) - set(staying)):
-                with contextlib.suppress(OSError):  # one that stays costs room, never the run
+                with contextlib.suppress(OSError):  # a leftover only costs disk space
                     remove_checkpoint(checkpoint_path(self.run_dir, old))
         if save_as_hf:
             if self.trainer.peft is not None:
@@ -189,8 +189,8 @@ def build_trainer(config: AflowConfig) -> LocalTrainer:
 
 class LocalTrainActor(PublishingTrainer):
     def __init__(self, config: AflowConfig) -> None:
-        # Trinity's constructor asks a function of its own module for the engine. The swap
-        # lasts for this call and touches this actor's process only.
+        # Trinity's constructor gets the engine from a function of its own module. It is replaced
+        # during this call only, and only in this actor's process.
         original = trinity_trainer.get_trainer_wrapper
         trinity_trainer.get_trainer_wrapper = LocalTrainEngine
         try:
@@ -204,12 +204,12 @@ class LocalTrainActor(PublishingTrainer):
         return scored
 
     def request_stop(self) -> None:
-        """Finish the step under way, save, and end `train()`."""
+        """Let `train()` finish its current step, save, and return."""
         self._stop_requested = True
 
     async def train(self) -> str:
-        """Train until the target, the explorer's end, or a request to stop. Always leaves a
-        checkpoint of the last finished step. Raises what a step raised."""
+        """Train until the target, the explorer's end, or a request to stop. At the end, also after
+        an error, saves the last finished step. Raises what a step raised."""
         try:
             while self.train_step_num < self.total_steps and not self._stop_requested:
                 sampling = asyncio.ensure_future(self._sample_data())
@@ -227,7 +227,7 @@ class LocalTrainActor(PublishingTrainer):
                 metrics.update(await self.train_step(experiences))
                 if await self.need_sync() or self.train_step_num >= self.total_steps:
                     metrics.update(await self.sync_weight())
-                # Before the checkpoint: a resumed run does not do the step again, nor can log it.
+                # Before the checkpoint: a run resumed from it does not repeat the step.
                 self.monitor.log(metrics, self.train_step_num)
                 if self.need_save():
                     self.monitor.log(await self.save_checkpoint(), self.train_step_num)
@@ -245,8 +245,8 @@ class LocalTrainActor(PublishingTrainer):
 
 
 class VerlTrainer(PublishingTrainer):
-    """Trinity's trainer on verl: an error of a step is raised, where upstream logs it and ends as
-    if all were well; see also `provide_unpadding` and `keep_pairs`."""
+    """Trinity's trainer on verl. Raises the error of a step, which upstream only logs before it
+    ends as if it had succeeded. Applies `provide_unpadding`, and for DPO `keep_pairs`."""
 
     def __init__(self, config: Config) -> None:
         provide_unpadding()
@@ -263,7 +263,7 @@ class VerlTrainer(PublishingTrainer):
             raise
 
     async def train(self) -> str:
-        """As upstream's; raises what a step raised, once the last checkpoint is saved."""
+        """As upstream's, but raises what a step raised after the last checkpoint is saved."""
         name: str = await super().train()
         if self._error is not None:
             raise self._error
@@ -284,7 +284,7 @@ def verl_logprobs(engine: Any, tokens: list[int], temperature: float) -> list[fl
     from verl.utils import tensordict_utils
     from verl.workers.utils.padding import no_padding_2_padding
 
-    # Each of verl's data-parallel workers gets an equal share of a batch: one copy.
+    # verl splits a batch evenly over its data-parallel workers: one copy each.
     copies = [
         Experience(eid=EID(task=str(i)), tokens=torch.tensor(tokens), prompt_length=1)
         for i in range(engine._get_dp_size())
@@ -301,21 +301,21 @@ def verl_logprobs(engine: Any, tokens: list[int], temperature: float) -> list[fl
 
 
 def provide_unpadding() -> None:
-    """Let verl in this process take padding out, which Trinity always needs, without flash-attn: by
-    transformers' functions in plain torch. Changes nothing where flash-attn is there."""
+    """Without flash-attn, let verl in this process remove padding, which Trinity always needs, by
+    transformers' plain torch functions. Changes nothing if flash-attn is installed."""
     if removes_padding():
         return
     from transformers import modeling_flash_attention_utils as plain
     from verl.utils import attention_utils
 
-    # In the order in which verl unpacks them; the third, `rearrange`, is of einops and unused.
+    # In the order in which verl unpacks them; the third, einops' `rearrange`, is unused.
     functions: Any = (plain._index_first_axis, plain._pad_input, None, plain._unpad_input)
     attention_utils._get_attention_functions = lambda: functions
 
 
 class PairLoss(DPOLossFn):
-    """Trinity's DPO loss of each pair, summed and divided by `pairs`, those of the whole mini-batch
-    of one worker (None: of the call): verl adds the gradients of micro-batches up."""
+    """Trinity's DPO loss of each pair, summed and divided by `pairs`: the number of pairs in one
+    worker's mini-batch (None: in the call), since verl sums the gradients of micro-batches."""
 
     def __init__(
         self,
@@ -342,10 +342,10 @@ class PairLoss(DPOLossFn):
 
 
 def keep_pairs(engine: Any, pairs: int) -> None:
-    """Let Trinity's `VERLTrainer` train on whole pairs, `pairs` of them a step; before
-    `engine.prepare()`. Trinity's loss sums log-probabilities over a micro-batch before it compares:
+    """Make Trinity's `VERLTrainer` train on whole pairs, `pairs` per step; call it before
+    `engine.prepare()`. Trinity's loss sums log-probabilities over a micro-batch before comparing:
     margins of 2 and -1 with beta 0.1 give 0.644397, not the mean over the pairs, 0.671268 (Rafailov
-    et al. 2023, equation 7). And verl cuts batches anywhere."""
+    et al. 2023, equation 7). And verl may split a batch within a pair."""
     algorithm = engine.algorithm_config
     if algorithm.policy_loss_fn == "dpo":
         algorithm.policy_loss_fn = f"{PairLoss.__module__}.{PairLoss.__qualname__}"
