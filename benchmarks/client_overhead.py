@@ -2,15 +2,14 @@
 
     python benchmarks/client_overhead.py [--calls 400] [--tokens 64] [--rounds 7]
 
-First, 1,000 calls at once on 1,000 connections: failures, seconds, and the process's peak memory
-before and after.
+A scripted server in a process of its own answers at once with a fixed reply. First, 1,000 calls at
+once on 1,000 connections: failures, seconds, and the process's peak memory before and after.
 
-Then a scripted server in a process of its own answers at once with a fixed reply. In turn: the
-bare `openai.AsyncOpenAI`; our client on top of it, which adds the hand-over to the HTTP loop,
-parsing of the reply, the spend and the trace; and ours under a money budget that is shared through
-a file. All send the same request, one after the other and sixteen at a time. Prints medians over
-rounds of wall and CPU time a call, and ratios to the bare SDK; last, the time of a call of the
-scripted model, which is all overhead. On a busy machine only the CPU time is meaningful.
+Then, in turn: the bare `openai.AsyncOpenAI`; our client on top of it, which adds the hand-over to
+the HTTP loop, parsing of the reply, the spend and the trace; and ours under a money budget that is
+shared through a file. All send the same request, one after the other and sixteen at a time. Prints
+medians over rounds of wall and CPU time a call, and ratios to the bare SDK; last, the time of a
+call of the scripted model, which is all overhead. On a busy machine only CPU time is meaningful.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Trinity's scheduler and runners with our adapter, as the local engine has them, made to tell.
+"""Trinity's scheduler and runners with our adapter, as in the local engine, but instrumented.
 
-What is real: `SharedScheduler` (Trinity's scheduler over slots of one runner actor), Trinity's
-workflow runner in that actor, our adapter, AgentScope's chat model, the OpenAI client, Ray. What
-stands in: the rollout model, whose actor only knows the address of a scripted server.
+Real: `SharedScheduler` (Trinity's scheduler over slots of one runner actor), Trinity's workflow
+runner in that actor, our adapter, AgentScope's chat model, the OpenAI client, Ray. A stand-in: the
+rollout model, whose actor only knows the address of a scripted server.
 
-The scheduler notes when each task is finished, and that no run of it failed: a failed run is data
-to the adapter, and would count as a fast one.
+The scheduler records when each task is finished, and checks that all its calls were made: the
+adapter returns a failed rollout as data, which would count as a fast one.
 """
 
 from __future__ import annotations
@@ -36,59 +36,59 @@ MESSAGES = [
     {"role": "user", "content": "What is 3 + 4? Think, then answer in one tag."},
 ]
 
-# Workers need not be able to import from this folder.
+# By value, as workers may not be able to import from this folder.
 cloudpickle.register_pickle_by_value(thread_sampler)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class ScriptedEngine:
-    """What the scheduler and the runners ask of a rollout model's actor; asynchronous, as ours."""
+    """The methods of a rollout model's actor that scheduler and runners call; async, as ours."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
     async def get_model_version(self) -> int:
-        """No weights, no versions."""
+        """Always 0: there are no weights."""
         return 0
 
     async def get_api_server_url(self) -> str:
-        """Where the scripted server listens."""
+        """The address of the scripted server."""
         return self._url
 
     async def get_api_key(self) -> str:
-        """The server takes any."""
+        """Any key: the server accepts all."""
         return "EMPTY"
 
     async def process_id(self) -> int:
-        """For its share of the processors."""
+        """To measure its processor time."""
         return os.getpid()
 
 
 class MeasuredRunner(room.LocalRunner):
-    """The local engine's runner, which can be watched."""
+    """The local engine's runner, with a profiler."""
 
     _sampler: ThreadSampler
 
     async def process_id(self) -> int:
-        """For its share of the processors."""
+        """To measure its processor time."""
         return os.getpid()
 
     async def start_sampling(self) -> None:
-        """Watch the threads of this process."""
+        """Start to profile the threads of this process."""
         self._sampler = ThreadSampler()
         self._sampler.start()
 
     async def stop_sampling(self) -> dict[str, Any]:
-        """What they did; see `ThreadSampler.stop`."""
+        """The profile; see `ThreadSampler.stop`."""
         return self._sampler.stop()
 
 
 class MeasuredScheduler(room.SharedScheduler):
-    """The local engine's scheduler, which notes its results.
+    """The local engine's scheduler, which records when tasks finish.
 
     Args:
         config: from `config_of`.
-        calls: model calls of a run, for the check that all were made.
+        calls: model calls of a rollout, to check that all were made.
     """
 
     kind = MeasuredRunner
@@ -99,7 +99,7 @@ class MeasuredScheduler(room.SharedScheduler):
         self.finished: list[float] = []
         """`time.perf_counter()` of each finished task, in order."""
         self.fault = ""
-        """What went wrong first."""
+        """The first error; empty if there is none."""
 
     @property
     def actor(self) -> Any:
@@ -127,8 +127,8 @@ def start_engine(url: str) -> Any:
 
 
 def config_of(runners: int) -> Config:
-    """Trinity's configuration with what the scheduler and the runners read, as our local engine
-    sets it."""
+    """Trinity's configuration with the settings that scheduler and runners read, as the local
+    engine sets them."""
     config = Config(ray_namespace=NAMESPACE)
     config.explorer.runner_per_model = runners
     config.explorer.concurrent_mode = "asynchronous"
@@ -142,7 +142,7 @@ def config_of(runners: int) -> Config:
 
 
 def make_tasks(count: int, group: int, calls: int) -> list[Task]:
-    """Tasks of `group` runs each; a run asks the model `calls` times, one after the other."""
+    """Tasks of `group` rollouts each; a rollout calls the model `calls` times in turn."""
     sampling = GenerationConfig(temperature=1.0, top_p=1.0, max_tokens=64, logprobs=0)
     workflow = asks_in_turn(calls)
     return [
@@ -158,7 +158,7 @@ def make_tasks(count: int, group: int, calls: int) -> list[Task]:
 
 
 def asks_in_turn(calls: int) -> Callable[..., Any]:
-    """A workflow; it travels by value, as a user's function does."""
+    """A workflow; it is pickled by value, as a user's function is."""
     messages = MESSAGES
 
     async def workflow(task: dict[str, Any], model: Any) -> float:

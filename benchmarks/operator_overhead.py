@@ -1,16 +1,16 @@
-"""What an operator adds to a model call, and whether a thousand of them at once come through.
+"""The time that an operator adds to a model call, and a thousand of them at once.
 
     python benchmarks/operator_overhead.py [--calls 2000] [--concurrent 1000] [--json]
 
 Overhead: a scripted model is called directly and through each of the operators that make one
-call, in turn, in rounds; printed is the median over rounds of the difference in milliseconds a
-call. Programmer and Test are left out: they run programs, which `sandbox_speed.py` measures.
-The target is at most 1 ms.
+call, in turn, in rounds; prints the median over rounds of the difference in milliseconds a call.
+Programmer and Test are left out: they run programs, which `sandbox_speed.py` measures. The target
+is at most 1 ms.
 
-Concurrency: `--concurrent` uses of AnswerGenerate are started at once, through an
-OpenAI-compatible client, against a scripted server in a process of its own that answers after
-50 to 150 ms. Every answer must be the one to its own question. Printed are seconds, failures
-and this process's largest memory; the targets are no failure and less than 1 GB.
+Concurrency: `--concurrent` calls of AnswerGenerate start at once, through an OpenAI-compatible
+client, against a scripted server in a process of its own that answers after 50 to 150 ms. Every
+answer must belong to its question. Prints seconds, failures and this process's peak memory; the
+targets are no failure and less than 1 GB.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ async def overhead(calls: int, rounds: int) -> dict[str, float]:
 
 
 async def seconds(call: Callable[[], Awaitable[Any]], count: int) -> float:
-    """Wall time of so many calls, one after the other, in a traced run."""
+    """Wall time of `count` calls, one after the other, with a trace."""
     with Trace().activate():
         started = time.perf_counter()
         for _ in range(count):
@@ -85,7 +85,7 @@ async def seconds(call: Callable[[], Awaitable[Any]], count: int) -> float:
 
 
 def serve(port_to: Connection) -> None:
-    """Answer each question with its own number, after a while."""
+    """Answer each question with its own number, after 50 to 150 ms."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -129,7 +129,7 @@ def completion(model: str, number: str) -> dict[str, Any]:
 
 
 async def concurrent(count: int, port: int) -> dict[str, float]:
-    """So many uses at once: seconds, failures, answers to another's question."""
+    """`count` calls at once: seconds, failures, answers to the wrong question, traced events."""
     settings = ModelSettings(
         model="scripted", base_url=f"http://127.0.0.1:{port}/v1", max_concurrency=count
     )
@@ -152,7 +152,7 @@ async def concurrent(count: int, port: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Print both tables; 1 where a target is missed."""
+    """Print both tables; returns 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=10)

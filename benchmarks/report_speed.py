@@ -1,10 +1,10 @@
-"""How long the report takes on a long run of a policy that writes workflows.
+"""How long the report of a long run takes, for a policy that writes workflows.
 
     python benchmarks/report_speed.py [--steps 200] [--runs 64] [--items 100] [--json]
 
-Writes a run folder as such a run leaves it (its records as `tests/fake_writer.py` makes them),
-then the report and the printed summary from it. Printed are seconds, the page's size and this
-process's largest memory; the target is 10 s for 200 steps of 64 runs.
+Writes the folder of such a run (with records from `tests/fake_writer.py`), then its report and the
+summary. Prints seconds, the page's size and this process's peak memory; the target is 10 s for 200
+steps of 64 rollouts.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
 """A discrete-event simulation of rollouts: scheduler, runners, processors, engines, weight syncs.
 
-What happens is a list of events in order of time; a few kinds of parts wait in lines for each
-other:
+Events are processed in order of time; the parts queue for each other:
 
 - the scheduler is one process, which hands out one task after the other;
-- a runner (a slot of Trinity's scheduler) works on one task at a time, all runs of its group side
-  by side; a run is `calls` calls in turn, with a piece of processor work before each and after the
-  last;
-- work of a process is done one piece after the other (Python's interpreter lock), and each piece
-  also needs a core of its node;
-- an engine batches continuously: every sequence of the batch gets a token each step, and a step
-  takes as long as the size of the batch says; what does not fit into the batch waits;
+- a runner (a slot of Trinity's scheduler) works on one task at a time, with all rollouts of its
+  group in parallel; a rollout is `calls` calls in turn, with a piece of processor work before each
+  and after the last;
+- a process does one piece of work at a time (Python's interpreter lock), and each piece also needs
+  a core of its node;
+- an engine batches continuously: every sequence of the batch gets a token each step, and the time
+  of a step depends on the batch size; sequences that do not fit into the batch wait;
 - after each batch of tasks all wait for the last one, and the weights are synchronised.
 
-All times are seconds of the simulation. Nothing here knows where the numbers come from; what is
-left out is told by `simulated_cluster.py`.
+All times are simulated seconds. The numbers come from `simulated_cluster.py`, which also lists what
+the simulation leaves out.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Then = Callable[[], None]
-"""What to do when something is done."""
+"""A callback for the end of something."""
 
 
 class Clock:
-    """Events in order of time; those of one time in the order in which they were set."""
+    """A queue of events by time; those at the same time in the order of insertion."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -41,18 +40,18 @@ class Clock:
         self._numbers = itertools.count()
 
     def after(self, seconds: float, then: Then) -> None:
-        """Do something `seconds` from now."""
+        """Call `then` `seconds` from now."""
         heapq.heappush(self._events, (self.now + seconds, next(self._numbers), then))
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
+        """Process events until none is left."""
         while self._events:
             self.now, _, then = heapq.heappop(self._events)
             then()
 
 
 class Servers:
-    """`count` alike servers with one line, first come first served."""
+    """`count` identical servers with one queue, first come first served."""
 
     def __init__(self, clock: Clock, count: int) -> None:
         self._clock = clock
@@ -60,10 +59,10 @@ class Servers:
         self._taken = 0
         self._line: deque[Callable[[Then], None]] = deque()
         self.busy_seconds = 0.0
-        """Of all servers together."""
+        """Summed over all servers."""
 
     def take(self, then: Callable[[Then], None]) -> None:
-        """Wait for a server; `then` is given what gives it back."""
+        """Wait for a server, then call `then` with a function that releases it."""
         if self._taken == self._count:
             self._line.append(then)
             return
@@ -71,7 +70,7 @@ class Servers:
         self._begin(then)
 
     def serve(self, seconds: float, then: Then) -> None:
-        """Wait for a server and keep it for `seconds`."""
+        """Wait for a server, hold it for `seconds`, then call `then`."""
 
         def begin(give_back: Then) -> None:
             def done() -> None:
@@ -96,7 +95,7 @@ class Servers:
 
 
 def compute(process: Servers, cores: Servers, seconds: float, then: Then) -> None:
-    """A piece of work: it needs its process, and then a core of the node."""
+    """A piece of work: waits for its process, then for a core of the node."""
     if not seconds:
         then()
         return
@@ -115,13 +114,13 @@ def compute(process: Servers, cores: Servers, seconds: float, then: Then) -> Non
 class StepTimes:
     """Seconds of one step of an engine by the size of its batch: measured or given.
 
-    `points` are (sequences, seconds) with rising sequences. Between them the seconds are on the
-    straight line, outside of them those of the nearest one.
+    `points` are (sequences, seconds) in order of sequences. Seconds are interpolated linearly
+    between them, and constant beyond the first and the last.
     """
 
     points: tuple[tuple[int, float], ...]
     limit: int | None = None
-    """Sequences of the largest batch; None: any number."""
+    """Sequences of the largest batch; None: no limit."""
 
     def seconds(self, batch: int) -> float:
         """Seconds of a step with `batch` sequences."""
@@ -133,17 +132,17 @@ class StepTimes:
         return fast + (slow - fast) * (batch - low) / (high - low)
 
     def best_rate(self) -> float | None:
-        """Most tokens a second of one engine; None where any number fits."""
+        """Most tokens a second of one engine; None without a limit."""
         if self.limit is None:
             return None
         return max(batch / self.seconds(batch) for batch in range(1, self.limit + 1))
 
 
 class Engine:
-    """Continuous batching. How far a sequence is, is the number of steps since it came in.
+    """An engine with continuous batching.
 
-    The engine counts its steps; a sequence that comes at step s and needs n tokens is done at
-    step s + n. Only the first one to be done is an event, which moves when the batch changes.
+    The engine counts its steps; a sequence that enters at step s and needs n tokens is done at
+    step s + n. Only the next end of a sequence is an event, replaced when the batch changes.
     """
 
     def __init__(self, clock: Clock, times: StepTimes) -> None:
@@ -158,16 +157,16 @@ class Engine:
         self._paused = False
         self._plan = 0
         self.tokens = 0.0
-        """Made until now."""
+        """Generated so far."""
 
     def ask(self, tokens: float, then: Then) -> None:
-        """One sequence of `tokens` tokens."""
+        """Add a sequence of `tokens` tokens; `then` is called when it is done."""
         self._advance()
         self._line.append((tokens, then))
         self._next()
 
     def pause(self, seconds: float) -> None:
-        """Stop for a while: sequences stay, and go on after it."""
+        """Stop for `seconds`; the sequences stay in the batch and continue afterwards."""
         self._advance()
         self._paused = True
 
@@ -188,7 +187,7 @@ class Engine:
         self._told = now
 
     def _next(self) -> None:
-        """Let in who fits, and plan the next end."""
+        """Admit waiting sequences, and schedule the next end of one."""
         while self._line and (self._limit is None or len(self._batch) < self._limit):
             tokens, then = self._line.popleft()
             heapq.heappush(self._batch, (self._steps + tokens, next(self._numbers), then))
@@ -202,7 +201,7 @@ class Engine:
         if plan != self._plan:  # the batch has changed since
             return
         self._advance()
-        self._steps = max(self._steps, self._batch[0][0])  # rounding must not leave a rest
+        self._steps = max(self._steps, self._batch[0][0])  # rounding must not leave a remainder
         done = []
         while self._batch and self._batch[0][0] <= self._steps * (1 + 1e-12):
             done.append(heapq.heappop(self._batch)[2])
@@ -213,8 +212,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class Work:
-    """Tasks of `group` runs side by side; a run is `calls` calls in turn, of `tokens` tokens each,
-    drawn evenly from tokens x (1 - spread) to tokens x (1 + spread)."""
+    """Tasks of `group` parallel rollouts; a rollout is `calls` calls in turn, with tokens drawn
+    uniformly from tokens x (1 - spread) to tokens x (1 + spread)."""
 
     calls: int
     tokens: float = 1.0
@@ -224,30 +223,30 @@ class Work:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a processor, and of waiting."""
+    """Seconds of processor time, and of waiting."""
 
     scheduler: float = 0.0
-    """Of a task, in the scheduler's process."""
+    """Per task, in the scheduler's process."""
     runner: float = 0.0
-    """Of a run, in its runner's process."""
+    """Per rollout, in its runner's process."""
     other: float = 0.0
-    """Of a run, in other processes of the node; nobody waits for it."""
+    """Per rollout, in other processes of the node; nothing waits for it."""
     delay: float = 0.0
-    """Of a task: from process to process, and until the scheduler looks again; no processor."""
+    """Per task, without a processor: between processes, and until the scheduler looks again."""
     delay_spread: float = 0.0
-    """The delay is drawn evenly from this much less to this much more: without it, runners that
-    started together would never be in each other's way again."""
+    """The delay is uniform from this much less to this much more. Without it, runners that started
+    together would never contend again."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Engines, runners and nodes; the scheduler is on the first node."""
+    """Engines, runners and nodes; the scheduler runs on the first node."""
 
     engines: int
     runners: int
     times: StepTimes
     cores: int
-    """Of each node."""
+    """Per node."""
     nodes: int = 1
     one_process: bool = False
     """All runners are slots of one process on the first node (the local engine)."""
@@ -255,7 +254,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Sync:
-    """After every `tasks` tasks the last one is waited for, and engines stop for `seconds`."""
+    """After every `tasks` tasks, all wait for the last one and the engines stop for `seconds`."""
 
     tasks: int
     seconds: float
@@ -263,32 +262,32 @@ class Sync:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it. Shares are of all the time until the last task, or its weight sync."""
+    """The result. Shares are of the time until the end of the last task, or of its weight sync."""
 
     runs_per_second: float
     seconds: float
     scheduler: float
-    """Share of its time that the scheduler's process works or waits for a core."""
+    """Share of time that the scheduler's process works or waits for a core."""
     process: float
     """The same of the busiest runner process."""
     cores: float
-    """Share of the cores that work, on the busiest node."""
+    """Share of the cores in use, on the busiest node."""
     engines: float | None
-    """Tokens made of those that all engines could make with their best batch."""
+    """Tokens generated, over those that all engines could generate at their best batch size."""
     slots: float
-    """Share of their time that runners have a task."""
+    """Share of time that runners have a task."""
 
 
 def simulate(
     cluster: Cluster, work: Work, costs: Costs, tasks: int, sync: Sync | None = None, seed: int = 0
 ) -> Outcome:
-    """Play `tasks` tasks.
+    """Simulate `tasks` tasks.
 
-    The rate without syncs is that after the first task of every runner, as it is measured; with
-    syncs that over all the time.
+    Without syncs the rate excludes as many tasks as there are runners, as in the measurement; with
+    syncs it is over all the time.
 
     Raises:
-        ValueError: there are no more tasks than runners, and no syncs: no rate could be told.
+        ValueError: no syncs, and no more tasks than runners, so that no rate is defined.
     """
     if sync is None and tasks <= cluster.runners:
         raise ValueError(f"{tasks} tasks are too few for {cluster.runners} runners")
@@ -301,7 +300,7 @@ class _Play:
     ) -> None:
         self.cluster, self.work, self.costs, self.sync = cluster, work, costs, sync
         self.clock = Clock()
-        # Two sequences: the lengths of a task stay the same whatever else is changed.
+        # Separate generators: the lengths stay the same whatever else changes.
         self.lengths, self.delays = random.Random(seed), random.Random(seed + 1)
         self.nodes = [Servers(self.clock, cluster.cores) for _ in range(cluster.nodes)]
         self.scheduler = Servers(self.clock, 1)
@@ -317,7 +316,7 @@ class _Play:
         self._next_batch()
 
     def outcome(self) -> Outcome:
-        """Play to the end."""
+        """Run the simulation to its end."""
         self.clock.run()
         cluster, seconds = self.cluster, self.ended if self.sync else self.finished[-1]
         skipped = 0 if self.sync else cluster.runners
@@ -368,7 +367,7 @@ class _Play:
             self._run(slot, calls, done)
 
     def _run(self, slot: int, calls: list[float], done: Then) -> None:
-        """The rest of a run: `calls` are the tokens of those still to make, the next one last."""
+        """The rest of a rollout; `calls`: tokens of its remaining calls, the next one last."""
         node, process = self._place(slot)
         piece = self.costs.runner / (self.work.calls + 1)
 
@@ -389,7 +388,7 @@ class _Play:
         return self.nodes[slot % len(self.nodes)], self.processes[slot]
 
     def _draw(self) -> list[list[float]]:
-        """Tokens of each call of each run of a task."""
+        """Tokens of each call of each rollout of a task."""
         work = self.work
         low, width = 1 - work.spread, 2 * work.spread
         return [

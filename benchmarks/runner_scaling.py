@@ -1,22 +1,22 @@
-"""Runs a second of 1, 2, 4, 8, 16 workflow runners, against a model server with 200 ms latency.
+"""Rollouts a second of 1, 2, 4, 8, 16 workflow runners, with a model server of 200 ms latency.
 
     python benchmarks/runner_scaling.py [--runners 1 2 4 8 16 32 64] [--json scaling.json]
 
-Trinity's scheduler and runners with our adapter on a local Ray, as the local engine has them: a
-runner is a slot of one actor process and works on one task at a time. The workflow asks the model
-three times in turn. The server is scripted, in a process of its own, and answers each request
-after the latency; its processor share is printed, so that it can be seen not to be the limit.
+Trinity's scheduler and runners with our adapter on a local Ray, as in the local engine: a runner is
+a slot of one actor process and works on one task at a time. The workflow calls the model three
+times in turn. The server is scripted, in a process of its own, and answers each request after the
+latency; its processor use is printed, to show that it is not the limit.
 
-For each number of runners: `--rounds` rounds of `--waves` tasks a runner. The rate of a round is
-that after its first wave, which starts everything at once; printed is the median. `of linear` is
-the rate over that of one runner times the runners. `machine` is how busy all processors were,
-`ours` what the processes of this benchmark took of them, the rest of the line the processor
-seconds a second of each (1.00 is one whole core).
+For each number of runners: `--rounds` rounds of `--waves` tasks a runner. The rate of a round
+leaves out its first wave, which starts everything at once; the median is printed. `of linear` is
+the rate over that of one runner times the number of runners. `machine` is the share of all
+processors in use, `ours` that of this benchmark's processes; the other columns are the processor
+seconds a second of each process (1.00 is one whole core).
 
-The target: 90% of linear for 1 to 16 runners, where the processors are less than 90% busy. From
-16 on it ends where one of both no longer holds; there a further round, which is not counted, is
-watched (`thread_sampler.py`) and what limits is printed. `--json` writes all of it;
-`simulated_cluster.py` reads that. Linux only.
+The target: 90% of linear for 1 to 16 runners while the processors are less than 90% busy. From 16
+runners on it stops when either no longer holds; a further round, which is not counted, is profiled
+there (`thread_sampler.py`) and its profile printed. `--json` writes everything, for
+`simulated_cluster.py`. Linux only.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from fixed_server import policy_answer, serve_fixed
 EFFICIENCY = 0.9
 BUSY = 0.9
 JUDGED_TO = 16
-"""The target is about so many runners; more are tried to see what limits."""
+"""The target applies up to this many runners; more show what limits."""
 ROUND_SECONDS = 300.0
-"""No round takes so long: something hangs."""
+"""Time limit of a round: longer means that something hangs."""
 SERVER_SHARE = 0.5
-"""A server that is busier than this share of a core may be what limits."""
+"""A server that uses more than this share of a core may be the limit."""
 SETTLED_SHARE = 0.1
-"""Ray has started its processes when they use less than this share of a core."""
+"""Ray counts as started when its processes use less than this share of a core."""
 ROLES = ("scheduler", "runner", "engine", "server", "ray")
 
 
@@ -58,7 +58,7 @@ def serve(port_to: Connection, latency: float) -> None:
 
 @dataclass
 class Measured:
-    """One number of runners. Processor seconds are by role, over all rounds with first waves."""
+    """Results for one number of runners. `window_*` and `*_seconds` include the first waves."""
 
     runners: int
     rates: list[float] = field(default_factory=list)
@@ -69,15 +69,15 @@ class Measured:
 
     @property
     def rate(self) -> float:
-        """Runs a second: the median of the rounds."""
+        """Rollouts a second: the median of the rounds."""
         return statistics.median(self.rates)
 
     def machine_busy(self, processors: int) -> float:
-        """Share of all of the machine's processors, whoever used them."""
+        """Share of all the machine's processors in use, by any process."""
         return self.machine_seconds / (self.window_seconds * processors)
 
     def ours_busy(self, cores: int) -> float:
-        """Share of the cores that this benchmark may use, of its own processes."""
+        """Share of the cores allowed to this benchmark that its own processes used."""
         return sum(self.cpu_seconds.values()) / (self.window_seconds * cores)
 
 
@@ -85,7 +85,7 @@ class Usage:
     """Processor seconds of this benchmark's processes by role, and of the machine.
 
     Args:
-        pids: the process of each role; every other one that descends from this is `ray`.
+        pids: the process id of each role; all other descendants of this process are `ray`.
     """
 
     def __init__(self, pids: dict[str, int]) -> None:
@@ -107,7 +107,7 @@ class Usage:
         return time.perf_counter(), sum(all_times) - guests - idle, of_process  # guests are twice
 
     def add(self, to: Measured, before: tuple[float, float, dict[int, float]], runs: int) -> None:
-        """Add what was used since `before`."""
+        """Add the use since `before`."""
         after = self.now()
         to.window_seconds += after[0] - before[0]
         to.machine_seconds += after[1] - before[1]
@@ -118,9 +118,9 @@ class Usage:
 
 
 async def play_round(scheduler: Any, number: int, tasks: list[Any], skip: int) -> float:
-    """Schedule the tasks and wait; tasks a second after the first `skip` of them.
+    """Schedule the tasks and wait; returns tasks a second after the first `skip` of them.
 
-    Raises RuntimeError where a run failed or nothing came for too long.
+    Raises RuntimeError if a rollout failed or the round takes longer than `ROUND_SECONDS`.
     """
     finished = scheduler.finished
     finished.clear()
@@ -140,7 +140,7 @@ async def play_round(scheduler: Any, number: int, tasks: list[Any], skip: int) -
 async def measure(
     runners: int, options: argparse.Namespace, pids: dict[str, int], first: Measured | None
 ) -> tuple[Measured, dict[str, Any] | None]:
-    """One number of runners; and the profile, where it no longer scales or is the last."""
+    """Measure one number of runners; with a profile if it no longer scales or is the last."""
     import ray
     from measured_runners import MeasuredScheduler, config_of, make_tasks
 
@@ -169,7 +169,7 @@ async def measure(
             return measured, None
         return measured, await watched(play, scheduler, options)
     finally:
-        ray.kill(actor)  # first: stopping waits for what still runs
+        ray.kill(actor)  # first: `stop` waits for what still runs
         await scheduler.stop()
 
 
@@ -184,7 +184,7 @@ async def settle(usage: Usage) -> None:
 
 
 async def watched(play: Any, scheduler: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """One round more, with the threads of the scheduler's and the runner's process sampled."""
+    """One more round, with the threads of the scheduler's and the runner's process profiled."""
     from thread_sampler import ThreadSampler
 
     here = ThreadSampler()
@@ -199,13 +199,13 @@ async def watched(play: Any, scheduler: Any, options: argparse.Namespace) -> dic
 
 
 def scales(measured: Measured, first: Measured) -> bool:
-    """Whether it is nearly linear and the processors have time."""
+    """Whether the rate is nearly linear and the processors are not saturated."""
     linear = measured.rate / (first.rate / first.runners * measured.runners)
     return linear >= EFFICIENCY and busy(measured) < BUSY
 
 
 def busy(measured: Measured) -> float:
-    """How busy the processors were: the machine's, or the part of them that we may use."""
+    """Share of processors in use: of the machine's, or of those allowed to us if that is larger."""
     processors = os.cpu_count() or 1
     return max(measured.machine_busy(processors), measured.ours_busy(_cores()))
 
@@ -215,7 +215,7 @@ def _cores() -> int:
 
 
 def main() -> None:
-    """Measure and print; exit code 1 if the target is missed or nothing can be said."""
+    """Measure and print; exit code 1 if the target is missed or there is no verdict."""
     options = _options()
     from aflow_tune.config.quiet import quiet
 
@@ -236,7 +236,7 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="aflow-scaling-") as logs:
             workers = {
-                LOG_DIR_ENV_VAR: logs,  # runners write a line a task, as in every run
+                LOG_DIR_ENV_VAR: logs,  # runners log a line per task, as in every run
                 "OMP_WAIT_POLICY": "PASSIVE",
                 "TOKENIZERS_PARALLELISM": "false",
             }
@@ -257,7 +257,7 @@ def main() -> None:
                         break
     finally:
         server.terminate()
-    assert profile is not None  # the last number is always watched
+    assert profile is not None  # the last number is always profiled
     last = rows[-1]
     print(f"\nwatched at {last.runners} runners ({profile['runs_per_second']:.2f} runs/s then);")
     print("it scales still" if scales(last, rows[0]) else "here it no longer scales")
@@ -273,7 +273,7 @@ def main() -> None:
 
 
 def judged(rows: list[Measured]) -> tuple[bool, str]:
-    """(whether the target is missed or unknown, the verdict in words)."""
+    """(whether the target is missed or cannot be judged, the verdict as text)."""
     first = rows[0]
     asked = [row for row in rows if row.runners <= JUDGED_TO]
     if not asked:

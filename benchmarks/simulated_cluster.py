@@ -1,27 +1,26 @@
-"""Rollouts a second of 1 to 1,000 GPUs, simulated, with what limits at each size.
+"""Simulated rollouts a second of 1 to 1,000 GPUs, with the bottleneck at each size.
 
     python benchmarks/runner_scaling.py --json scaling.json
     python benchmarks/simulated_cluster.py scaling.json [--engine engine.json] [--gpus 1 8 64]
 
-First the simulation (`rollout_simulation.py`) is calibrated on what was measured with 1, 2 and 4
-runners: processor seconds of the scheduler for a task and of a runner for a run are slopes over
-the rate, what the processes use while nothing happens and what others take of the machine is the
-rest, and the delay of a task is what its time leaves unexplained. With these it predicts the
-rates with more runners, which are printed beside the measured ones. The target: within 10% for 8
-and for 16.
+First the simulation (`rollout_simulation.py`) is calibrated on measurements with 1, 2 and 4
+runners. The scheduler's processor seconds per task and a runner's per rollout are slopes over the
+rate; the intercepts and the use by other processes are the background; the delay of a task is the
+part of its time that these do not explain. The predicted rates with more runners are printed
+beside the measured ones. The target: within 10% for 8 and for 16.
 
-Then a cluster with Trinity's own layout: an engine is a GPU, each runner is a process of its own
-on the nodes in turn, one scheduler on the first node. All GPUs here roll out; those that train
-come on top. After each batch of tasks (`--tasks` for each GPU) all wait for its last run and for
-the weights. One such batch is played at every size, so the work grows with the cluster. What
-limits is found by playing the same again with one thing changed: the change that helps most is
-named.
+Then a cluster with Trinity's own layout: each engine has one GPU, each runner is a process, spread
+over the nodes in turn, and one scheduler is on the first node. All GPUs here roll out; those that
+train come on top. After each batch of tasks (`--tasks` for each GPU) all wait for its last rollout
+and for the weights. One such batch is simulated at every size, so the work grows with the cluster.
+To find the bottleneck it is simulated again with one thing changed at a time; the change that
+helps most is named.
 
-Engines: `--engine FILE` holds measured seconds of a step by the size of the batch, such as
-{"source": "vLLM, 7B, H100", "step_seconds": {"1": 0.011, "32": 0.014, "128": 0.021}}. Without
-it they are given by a formula and not measured: a decoding step reads the weights once and the
-keys and values of each sequence (Pope et al., arXiv:2211.05102), here those of a model of 7.6
-billion parameters in bf16 with 56 KiB a token and contexts of 1,000 tokens, at half of 3.35 TB/s.
+Engines: `--engine FILE` holds measured seconds of a step by batch size, such as
+{"source": "vLLM, 7B, H100", "step_seconds": {"1": 0.011, "32": 0.014, "128": 0.021}}. Without it
+they come from a formula and are not measured: a decoding step reads the weights once and the keys
+and values of each sequence (Pope et al., arXiv:2211.05102), here those of a model of 7.6 billion
+parameters in bf16 with 56 KiB a token and contexts of 1,000 tokens, at half of 3.35 TB/s.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ CALIBRATED_ON = (1, 2, 4)
 PREDICTED = (8, 16)
 WITHIN = 0.1
 WAVES = 50
-"""Tasks a runner in a simulation of what was measured."""
+"""Tasks per runner when a measurement is simulated."""
 LOOKS = 0.01
-"""Seconds between two looks of the scheduler for idle runners (trinity/explorer/scheduler.py,
-`_scheduler_loop`): the delay of a task varies by as much."""
+"""Seconds between two polls of the scheduler for idle runners (trinity/explorer/scheduler.py,
+`_scheduler_loop`); the delay of a task varies by as much."""
 NEARLY = 0.9
-"""A change that helps so much of what the best one does is named, if it costs less."""
+"""A cheaper change is named if it helps at least this fraction of what the best one does."""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000)
 MUST_FAIL = """\
 Where this must fail:
@@ -68,14 +67,14 @@ Where this must fail:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What 1, 2 and 4 runners tell. `background`: cores that others and idle processes take."""
+    """From 1, 2 and 4 runners. `background`: cores in use by others and by idle processes."""
 
     costs: Costs
     background: float
 
 
 def measured_rows(told: dict[str, Any], runners: Sequence[int]) -> list[dict[str, Any]]:
-    """The rows with these numbers of runners. Exits where one is missing."""
+    """The rows with these numbers of runners. Exits if one is missing."""
     rows = {row["runners"]: row for row in told["measured"]}
     missing = [number for number in runners if number not in rows]
     if missing:
@@ -87,7 +86,7 @@ def measured_rows(told: dict[str, Any], runners: Sequence[int]) -> list[dict[str
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(slope, value at 0) of the straight line by least squares, neither of them negative."""
+    """(slope, intercept) of the least-squares line, neither of them negative."""
     x0 = statistics.fmean(x for x, _ in points)
     y0 = statistics.fmean(y for _, y in points)
     slope = sum((x - x0) * (y - y0) for x, y in points) / sum((x - x0) ** 2 for x, _ in points)
@@ -113,7 +112,7 @@ def calibrate(told: dict[str, Any]) -> Calibration:
         shares = [sum(row[role] for role in roles) for row in used]
         slopes[kind], idle = line(list(zip(rates, shares, strict=True)))
         background += idle
-    if told["processors"] == told["cores"]:  # else others may work elsewhere on the machine
+    if told["processors"] == told["cores"]:  # else others may use the rest of the machine
         others = [
             row["machine_busy"] * told["processors"] - sum(shares.values())
             for row, shares in zip(rows, used, strict=True)
@@ -132,9 +131,9 @@ def calibrate(told: dict[str, Any]) -> Calibration:
 
 
 def predict(told: dict[str, Any], found: Calibration, runners: int) -> float:
-    """Runs a second of `runners` runners on the machine that was measured."""
+    """Rollouts a second of `runners` runners on the measured machine."""
     cores = told["cores"]
-    stretch = cores / (cores - found.background)  # what others take, they take of every core
+    stretch = cores / (cores - found.background)  # others are assumed to use all cores equally
     costs = replace(
         found.costs,
         scheduler=found.costs.scheduler * stretch,
@@ -154,14 +153,14 @@ def by_formula(
     bandwidth: float = 0.5 * 3.35e12,
     most: int = 128,
 ) -> StepTimes:
-    """Seconds of a decoding step that is bound by memory: all weights, and each sequence's keys
-    and values, in bytes, over bytes a second. `most`: sequences of the largest batch."""
+    """Seconds of a memory-bound decoding step: bytes of the weights and of each sequence's keys and
+    values, over bytes a second. `most`: sequences of the largest batch."""
     step = [(weights + batch * context * token) / bandwidth for batch in (1, most)]
     return StepTimes(((1, step[0]), (most, step[1])), most)
 
 
 def from_file(path: Path) -> tuple[StepTimes, str]:
-    """Measured step times, and their source. Exits where the file is not of the form."""
+    """Measured step times, and their source. Exits if the file has another form."""
     try:
         told = json.loads(path.read_text())
         points = sorted((int(size), float(s)) for size, s in told["step_seconds"].items())
@@ -181,9 +180,9 @@ class Plan:
     work: Work
     costs: Costs
     runners: int = 4
-    """Of each engine: `explorer.runner_per_model`."""
+    """Per engine: `explorer.runner_per_model`."""
     tasks: int = 8
-    """Of each engine, between two weight syncs."""
+    """Per engine, between two weight syncs."""
     sync: float = 5.0
     """Seconds that engines stop for new weights."""
     gpus_per_node: int = 8
@@ -198,7 +197,7 @@ class Plan:
         return simulate(cluster, self.work, self.costs, tasks, Sync(tasks, self.sync))
 
     def changes(self) -> dict[str, Plan]:
-        """The same with one thing changed each: what costs least to change comes first."""
+        """Copies with one thing changed each, the cheapest change first."""
         points = tuple((batch, seconds / 2) for batch, seconds in self.times.points)
         fast = replace(self.times, points=points)
         free = replace(self.costs, runner=0.0, other=0.0)
@@ -212,8 +211,8 @@ class Plan:
 
 
 def limit(plan: Plan, gpus: int, rate: float) -> tuple[str, float]:
-    """(what limits, how much more with it changed): the change that helps most, or one that costs
-    less and helps nearly as much."""
+    """(bottleneck, relative gain without it): the change that helps most, or a cheaper one that
+    helps nearly as much."""
     gains = {
         name: changed.play(gpus).runs_per_second / rate - 1
         for name, changed in plan.changes().items()
@@ -224,7 +223,7 @@ def limit(plan: Plan, gpus: int, rate: float) -> tuple[str, float]:
 
 
 def show_predictions(told: dict[str, Any], found: Calibration) -> bool:
-    """Print simulated beside measured; whether the target is met."""
+    """Print simulated beside measured rates; returns whether the target is met."""
     costs = found.costs
     print(
         f"calibrated on {CALIBRATED_ON} runners: scheduler {costs.scheduler * 1e3:.2f} ms a task, "
@@ -266,7 +265,7 @@ def show_cluster(plan: Plan, sizes: Sequence[int]) -> None:
 
 
 def main() -> None:
-    """Print; exit code 1 if the prediction misses its target."""
+    """Print both tables; exit code 1 if the prediction misses its target."""
     options = _options()
     try:
         told = json.loads(options.measured.read_text())

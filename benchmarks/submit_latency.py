@@ -1,22 +1,20 @@
-"""From `aflow-tune submit` to the first rollout, against a plain driver with the same engines.
+"""Time from `aflow-tune submit` to the first rollout, against a plain driver with the same engines.
 
     python benchmarks/submit_latency.py [--runs 5] [--json]
 
 The plain driver is what one would write without us: `ray.init`, then Trinity's `run_stage` with
-the local engine's explorer and trainer in the place of its own; its code is on a path that all
-workers see. `aflow-tune submit` does the same through the job server, with the code traced and
-uploaded, keys handed over and every node asked first. Both start as a new process on the same
-warm cluster, which is started here and ended afterwards (`ray start`, two nodes); the clock stops
-when the workflow is first called. The model is a tiny random one, so that starting is what is
-measured. They take turns; the load of the machine is printed.
+the local engine's explorer and trainer in place of its own; its code is on a path that all workers
+see. `aflow-tune submit` does the same through the job server, with the code traced and uploaded,
+keys handed over and every node checked first. Both start as a new process on the same warm cluster
+of two nodes (`ray start`), in turns. The clock stops at the first call of the workflow, not at the
+end of the first rollout; the run must then succeed. The model is tiny and random, so that start-up
+dominates. The load of the machine is printed.
 
-The plain driver uses our reading of the configuration and our engines, so what these cost is on
-both sides; what is compared is how code, keys and the command get to the workers. The clock stops
-at the first call of the workflow, not at the end of the first rollout; the run then ends, and has
-to end well. Needs bubblewrap, which hides the driver's folder from the workers.
+The plain driver uses our configuration loader and our engines, so their cost is on both sides;
+compared is how code, keys and the command reach the workers. Needs bubblewrap, which hides the
+driver's folder from the workers.
 
-The target: at most 1.3 times the plain driver, by the median of the ratios of a turn. Exit code 1:
-missed.
+The target: at most 1.3 times the plain driver, by the median ratio of a turn. Exit code 1: missed.
 """
 
 from __future__ import annotations
@@ -87,7 +85,7 @@ with run.claimed():
 
 
 def seconds_to_first(command: list[str], first: Path, folder: Path, env: dict[str, str]) -> float:
-    """From the start of `command` to the first call of the workflow; then waits for its end."""
+    """Seconds from the start of `command` to the first call of the workflow; waits for its end."""
     first.unlink(missing_ok=True)
     with (folder / "output.txt").open("w+") as output:
         started = time.time()
@@ -142,7 +140,7 @@ def main() -> int:
                 for name, command in turn if number % 2 else reversed(turn):
                     seconds = seconds_to_first(command, first, folder / "project", env)
                     print(f"turn {number}, {name}: {seconds:.1f} s", file=sys.stderr, flush=True)
-                    if number:  # the first of each fills the file caches
+                    if number:  # the first turn fills the file caches
                         taken[name].append(seconds)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,15 +1,15 @@
-"""Where a process spends its processor time, by sampling the stacks of its Python threads.
+"""A sampling profiler of processor time for the Python threads of this process.
 
-A thread of its own wakes every few milliseconds and looks at each other thread. A look counts
-where the thread has used the processor since the last look and does not stand in a call that only
-waits: so a thread that sleeps in its event loop counts for nothing. A function's cumulative share
-is that of the counted looks in which it stands anywhere on the stack, its own share that in which
-it stands on top (calls into C included).
+A thread of its own wakes every few milliseconds and samples the stack of every other thread. A
+sample counts if the thread has used the processor since the previous one and is not in a call that
+only waits, so a thread that sleeps in its event loop counts for nothing. A function's cumulative
+share is that of the counted samples with it anywhere on the stack; its own share, with it on top
+(calls into C included).
 
-What it cannot see: threads without Python (Ray's own, which are in the process's processor time
-all the same), and what a C function does inside. It needs the interpreter lock for a look, which
-is why the interpreter is told to pass it on more often meanwhile; that, and the looks, slow the
-process down by some percent, so a profiled round is not a measured one. Linux only.
+It does not see threads without Python (Ray's own, although the process's processor time includes
+them), or the inside of C functions. Sampling needs the interpreter lock, so the interpreter
+switches threads more often meanwhile; both slow the process down by some percent, so a profiled
+round does not count as a measurement. Linux only.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from types import CodeType, FrameType
 from typing import Any
 
 INTERVAL = 0.005
-"""Seconds between looks."""
+"""Seconds between samples."""
 MOST = 100
 """Functions in a profile."""
 _SWITCH = 1e-4
-"""Seconds after which the interpreter lock is passed on. With Python's 5 ms a look would nearly
-always come when the others wait: that is when they give the lock away of themselves."""
+"""The interpreter's switch interval in seconds. With Python's 5 ms most samples would be taken when
+the other threads wait, as that is when they release the lock by themselves."""
 _WAITING = {
     ("selectors.py", "select"),
     ("threading.py", "wait"),
@@ -35,12 +35,12 @@ _WAITING = {
     ("thread.py", "_worker"),
     ("worker.py", "main_loop"),
 }
-"""(file, function) on top of a stack that does nothing but wait: for events, a lock, work, or, in
-Ray's worker, C++."""
+"""(file, function) on top of a stack that only waits: for events, a lock, work, or, in Ray's worker,
+C++."""
 
 
 class ThreadSampler:
-    """`start()`, let the process work, `stop()`."""
+    """Samples between `start()` and `stop()`."""
 
     def __init__(self, interval: float = INTERVAL) -> None:
         self._interval = interval
@@ -54,7 +54,7 @@ class ThreadSampler:
         self._switch = sys.getswitchinterval()
 
     def start(self) -> None:
-        """Begin. Raises OSError where the system tells no thread's processor time."""
+        """Start. OSError: the system does not report processor time per thread."""
         _thread_seconds(threading.get_native_id())
         for thread in threading.enumerate():
             if thread.native_id is not None:
@@ -64,8 +64,8 @@ class ThreadSampler:
         self._thread.start()
 
     def stop(self) -> dict[str, Any]:
-        """End. Returns `seconds`, `cpu_seconds` of the process, `looks`, `counted`, and of the
-        highest `functions`: name, cumulative and own share of the counted looks."""
+        """Stop. Returns `seconds`, `cpu_seconds` of the process, `looks` (rounds of samples),
+        `counted` samples, and for the top `functions` name, cumulative and own share."""
         seconds = time.perf_counter() - self._started[0]
         cpu_seconds = time.process_time() - self._started[1]
         self._over.set()
@@ -100,14 +100,14 @@ class ThreadSampler:
             del frames  # a frame keeps alive every local variable of its function
 
     def _used(self, number: int) -> bool:
-        """Whether a thread has used the processor since it was last asked about."""
+        """Whether a thread has used the processor since the last call for it."""
         try:
             seconds = _thread_seconds(number)
         except OSError:  # it has just ended
             return False
         before = self._spent.get(number, 0.0)
         self._spent[number] = seconds
-        return seconds != before  # less, where the number was given to a new thread
+        return seconds != before  # less, if a new thread has the same id
 
     def _count(self, top: FrameType) -> None:
         self._counted += 1
@@ -121,11 +121,11 @@ class ThreadSampler:
 
 
 def _thread_seconds(number: int) -> float:
-    """Processor seconds of a thread of this process, by its number in the kernel.
+    """Processor seconds of a thread of this process, by its kernel id.
 
-    The clock's number is made as the kernel makes it (include/linux/posix-timers.h,
-    `make_thread_cpuclock`): unlike `time.pthread_getcpuclockid`, asking for a thread that has
-    ended is an error here and not a crash.
+    The clock's id is computed as in the kernel (include/linux/posix-timers.h,
+    `make_thread_cpuclock`): for a thread that has ended this raises OSError, where
+    `time.pthread_getcpuclockid` would crash.
     """
     return time.clock_gettime((~number << 3) | 6)
 
@@ -136,7 +136,7 @@ def _waits(frame: FrameType) -> bool:
 
 
 def _short(path: str) -> str:
-    """The path without the folders that libraries are installed in."""
+    """The path without the folder of installed libraries; else its last two parts."""
     for folder in ("/site-packages/", "/lib/python3.11/", "/lib/python3.12/"):
         if folder in path:
             return path.rpartition(folder)[2]

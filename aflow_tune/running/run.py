@@ -381,7 +381,7 @@ class BenchRun(_Stepless):
             yield
 
     def execute(self, stop: Stop) -> TuneResult:
-        """Evaluate what has no record yet, and report. Raises, beside those of `Run.execute`,
+        """Evaluate what has no record yet, and report. Raises, besides those of `Run.execute`,
         BadInput: no weights to evaluate; AlreadyFinished: a guest found all evaluated."""
         if not self._weights():
             title, fix = "There is nothing to evaluate.", "explorer.bench_on_latest_checkpoint"

@@ -1,9 +1,9 @@
-"""Folders with trained weights, which are there whole or not at all.
+"""Reads and atomically writes folders with trained weights.
 
-Three kinds: a checkpoint of ours (`global_step_N`: safetensors files, a `state.json`, and a
-manifest with the size and SHA-256 of every file, checked before anything is read), a PEFT adapter,
-and a whole model in Hugging Face's form. All are written under a temporary name, fsynced, and
-appear by one rename. torch is imported only by what reads or writes tensors.
+Three kinds: our checkpoint (`global_step_N`: safetensors files, a `state.json`, and a manifest with
+the size and SHA-256 of every file, verified before reading), a PEFT adapter, and a whole model in
+Hugging Face's format. All are written under a temporary name, fsynced, and renamed into place.
+Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ TOKENIZER_FILES += ["tokenizer.model"]
 
 
 class CheckpointError(AflowTuneError, ValueError):
-    """A checkpoint is missing, damaged, or of another model. The message says which file."""
+    """A checkpoint is missing, damaged, of another model, or cannot be written; names the file."""
 
 
 def verify_checkpoint(path: Path) -> list[str]:
-    """Check sizes and hashes; returns the file names. Raises CheckpointError."""
+    """Check sizes and hashes against the manifest; returns its files. Raises CheckpointError."""
     file = path / MANIFEST
     try:
         manifest = json.loads(file.read_text(errors="replace"))
@@ -66,9 +66,9 @@ def sha256_of(path: Path) -> str:
 
 
 def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
-    """Create or replace the folder `target` by `write(temporary folder)`, or leave things as they
-    were; a crash between the two renames leaves the old one under a name that starts with a dot.
-    Raises CheckpointError: the disk is full, read-only or broken."""
+    """Create or replace the folder `target` with what `write(temporary folder)` writes. If `write`
+    fails, `target` is unchanged; after a failure between the two renames, the old folder remains as
+    `.NAME.old-PID`. Raises CheckpointError: the disk is full, read-only or broken."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for left_over in target.parent.glob(f".{target.name}.tmp-*"):
         shutil.rmtree(left_over, ignore_errors=True)
@@ -95,7 +95,7 @@ def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
 def write_checkpoint(
     target: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
 ) -> None:
-    """Write `tensors` (one file a group) and the JSON `state` as the checkpoint `target`."""
+    """Write `tensors` (one file per group) and the JSON `state` as the checkpoint `target`."""
     from safetensors.torch import save_file
 
     def write(folder: Path) -> None:
@@ -128,7 +128,7 @@ def read_checkpoint(
             if name.endswith(".safetensors")
         }
         state = json.loads((path / STATE).read_text())
-    except OSError as error:  # a run that goes on has taken it away since it was checked
+    except OSError as error:  # a running run removed it since it was verified
         raise CheckpointError(f"{path}: {error}") from error
     if expected_weights is not None:
         found = {name: tuple(tensor.shape) for name, tensor in tensors["weights"].items()}
@@ -157,14 +157,14 @@ class Kind(StrEnum):
 
 
 def kind_of(folder: Path) -> Kind | None:
-    """What `folder` holds; None for nothing that can be sampled from."""
+    """What `folder` holds; None if it is none of the three kinds."""
     names = {MANIFEST: Kind.CHECKPOINT, ADAPTER_CONFIG: Kind.ADAPTER, "config.json": Kind.MODEL}
     return next((kind for name, kind in names.items() if (folder / name).is_file()), None)
 
 
 def fingerprint(folder: Path) -> str:
-    """Changes when the weights in `folder` do; reads no large file: a checkpoint's manifest has the
-    hash of every file, elsewhere sizes and times stand in."""
+    """A key that changes with the weights in `folder`, from small files: the hashes in a
+    checkpoint's manifest, else sizes and modification times."""
     manifest = folder / MANIFEST
     if manifest.is_file():
         return hashlib.sha256(manifest.read_bytes()).hexdigest()[:16]
@@ -174,8 +174,8 @@ def fingerprint(folder: Path) -> str:
 
 
 def read_weights(folder: Path) -> tuple[dict[str, Tensor], LoraSpec | None]:
-    """Weights for a sampler of the base model: an adapter state with its shape, or all parameters
-    by name and None. Raises BadInput for an adapter that is no plain LoRA, CheckpointError."""
+    """Weights for a sampler of the base model: an adapter state and its spec, or all parameters by
+    name and None. Raises BadInput: the adapter is not plain LoRA; CheckpointError."""
     from aflow_tune.engines.local.weights import LoraSpec
 
     if kind_of(folder) is Kind.ADAPTER:

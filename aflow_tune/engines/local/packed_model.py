@@ -1,20 +1,20 @@
 """Log-probabilities of a micro-batch from any Hugging Face causal LM, and their gradients.
 
-Two shortcuts make a step cheap, each probed once against the model's own forward pass; a model that
-refuses or disagrees runs one unpadded sequence at a time, with its own logits.
+Two optimisations make a step cheap. Each is tested once against the model's own forward pass; if it
+fails or disagrees, that one is off: one unpadded sequence at a time, or the model's own logits.
 
 **Token tries.** All samples of a micro-batch go into one trie, whose nodes are the tokens of one
 packed row. A node attends to its ancestors, so the row equals the separate samples for any causal
-model. Attention goes by a few padded blocks of whole paths. On a CPU its backward pass is written
+model. Attention runs on a few padded blocks of whole paths. On a CPU its backward pass is written
 out as batched matrix products, several times faster than the flash kernel's.
 
 **An output head that keeps no logits**, the largest tensor of a train batch. Both outputs of
-`token_scores` have a gradient with respect to the hidden states that is linear in one number a row:
+`token_scores` have a gradient in the hidden states that is linear in one scalar per output:
 
     d log p(y) / dh = (W_y - p W) / T          d H / dh = -(p (log p + H)) W / T
 
-so the forward pass goes through the rows in chunks, keeps p W (and the entropy's product) of shape
-[rows, hidden] and throws the logits away. Only a trained output head has them made again.
+so the forward pass processes the rows in chunks, keeps p W (and the entropy's product) of shape
+[rows, hidden] and discards the logits. Only a trained output head recomputes them.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ import torch
 from torch import BoolTensor, LongTensor, Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-BUCKET_FILL = 0.75  # paths of a padded attention block fill at least this share of the longest
+BUCKET_FILL = 0.75  # minimum length of a block's paths, relative to the longest
 
 
 @dataclass
 class Sample:
-    """One model call of one rollout. action_mask_R marks the response tokens that the policy made;
-    columns beyond T - prompt_length never count. logprobs_R: behaviour policy, fp32. `extra`: what
-    a loss needs, [R] or []. Samples with the same `run` stay in one micro-batch."""
+    """One model call of one rollout. action_mask_R marks response tokens sampled by the policy;
+    columns beyond T - prompt_length never count. logprobs_R: behaviour policy, fp32. `extra`: loss
+    inputs, [R] or []. Samples of one group with the same `run` stay in one micro-batch."""
 
     tokens_T: Tensor
     prompt_length: int
@@ -54,13 +54,13 @@ class Sample:
         return [column for column in columns if self.prompt_length + column > 0]
 
     def path(self) -> list[int]:
-        """The tokens that must be computed: up to the one before the last scored token."""
+        """The tokens to run through the model: those before the last scored token."""
         columns = self.scored_columns()
         return self.tokens_T[: self.prompt_length + columns[-1]].tolist() if columns else []
 
 
 class TokenTrie:
-    """Tokens by prefix. Node ids count up in the order of insertion."""
+    """A prefix tree of tokens; node ids are in order of insertion."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -98,8 +98,8 @@ class TokenTrie:
 @dataclass(frozen=True)
 class AttentionBlock:
     """Paths of similar length, padded to one [S, Q] x [S, K] attention problem over node ids. Query
-    q of path s sits at position offsets_S[s] + q and sees the keys up to itself. `causal`: all
-    offsets are 0 and Q = K, so that a kernel's own causal flag says the same as the mask."""
+    q of path s has position offsets_S[s] + q and sees the keys up to itself. `causal`: all offsets
+    are 0 and Q = K, so that a kernel's own causal flag is equivalent to the mask."""
 
     queries_SQ: LongTensor
     keys_SK: LongTensor
@@ -111,7 +111,7 @@ class AttentionBlock:
         last = self.keys_SK.shape[1] - 1
         device = self.keys_SK.device
         q = torch.arange(self.queries_SQ.shape[1], device=device)
-        # Padded queries look at the last key: whatever they give is never read.
+        # Padded queries are clamped to the last key; their outputs are never read.
         at_SQ1 = (self.offsets_S[:, None] + q).clamp(max=last)[:, :, None]
         k = torch.arange(last + 1, device=device)
         seen = k <= at_SQ1
@@ -144,8 +144,8 @@ def _long(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device)
 def _blocks(
     segments: list[tuple[list[int], int]], size: int, device: torch.device
 ) -> tuple[tuple[AttentionBlock, ...], list[int]]:
-    """Attention blocks for (path, first owned depth) segments, and where each node's output is.
-    Paths from the root are kept apart from the others: a kernel's causal flag fits them only."""
+    """Attention blocks for (path, first owned depth) segments, and the index of each node's output.
+    Paths from the root have their own blocks: a kernel's causal flag is only right for them."""
     blocks: list[AttentionBlock] = []
     place = [0] * size
     done = 0
@@ -180,7 +180,7 @@ def _blocks(
 
 
 def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> PackedRow | None:
-    """One packed row of `samples`; None if no token of them counts."""
+    """One packed row of `samples`; None if they have no scored token."""
     device = torch.device(device)
     trie = TokenTrie()
     segments: list[tuple[list[int], int]] = []
@@ -220,14 +220,13 @@ def micro_batches(
     samples: Sequence[Sample], groups: Sequence[Sequence[int]], max_tokens: int
 ) -> list[list[int]]:
     """Split a train batch, in order, into micro-batches of whole rollouts of at most `max_tokens`
-    packed tokens; a longer rollout has its own. A group (of sample indices) that fits is not cut.
-    """
+    packed tokens; a longer rollout gets its own. `groups` (sample indices) that fit stay whole."""
     paths = [sample.path() for sample in samples]
     batches: list[list[int]] = [[]]
     trie = TokenTrie()
 
     def cost(indices: Sequence[int], base: TokenTrie) -> int:
-        """Upper bound of the nodes that `indices` add: exact unless both tries share parts."""
+        """Upper bound of the nodes that `indices` add; exact unless paths overlap both tries."""
         alone = TokenTrie()
         total = 0
         for index in indices:
@@ -252,9 +251,9 @@ def micro_batches(
 
 
 NAME = "aflow_token_trie"
-"""Of `trie_attention` among transformers' attention functions; without a mask function of this
-name, models make no mask."""
-CHUNK_ELEMENTS = 128 * 49152  # logits that exist at once; they fit a CPU's shared cache
+"""Name of `trie_attention` among transformers' attention functions. No mask function has this name,
+so models create no mask."""
+CHUNK_ELEMENTS = 128 * 49152  # logits held at once; they fit into a CPU's shared cache
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 """Largest difference of a log-probability that counts as rounding in the probe."""
 # Arguments that change the attention weights; models that pass them run unpacked.
@@ -268,8 +267,8 @@ _layout: ContextVar[PackedRow | None] = ContextVar("token_trie_layout", default=
 
 
 def _paths(x_NHD: Tensor, index_SL: Tensor) -> Tensor:
-    """Rows of x by path, [S, H, L, D]; the backward pass of `index_select` is many times faster
-    than that of indexing."""
+    """Rows of x by path, [S, H, L, D]; `index_select` has a much faster backward pass than
+    indexing."""
     rows = x_NHD.flatten(1).index_select(0, index_SL.flatten())
     return rows.view(*index_SL.shape, *x_NHD.shape[1:]).transpose(1, 2)
 
@@ -331,8 +330,8 @@ def trie_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one packed row: query [1, H, N, D], key and value [1, H_kv, N, D]. Returns [1,
-    N, H, D]. Raises NotImplementedError for variants that it does not know."""
+    """Attention of one packed row: query [1, H, N, D], key and value [1, H_kv, N, D]. Returns
+    [1, N, H, D]. Raises NotImplementedError: dropout, a cache, or an argument of `_REFUSED`."""
     row = _layout.get()
     unknown = [name for name in _REFUSED if kwargs.get(name) is not None]
     if row is None or unknown or dropout or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
@@ -390,7 +389,7 @@ class _TokenScores(torch.autograd.Function):
             pick = order_M[counts[start] : counts[stop]]
             chosen_M[pick] = z[node_M[pick] - start, target_M[pick]]
             top = z.amax(-1, keepdim=True)
-            # From here z holds exp(z - max); the sum normalises after the product with W.
+            # In place: z becomes exp(z - max), normalised by its sum after the product with W.
             shifted = z.sub_(top)
             p = shifted.exp() if want_entropy else shifted.exp_()
             total = p.sum(-1, keepdim=True)
@@ -452,7 +451,7 @@ class _TokenScores(torch.autograd.Function):
 def _logits(
     hidden_UH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float
 ) -> Tensor:
-    """fp32 logits / temperature, a fresh tensor."""
+    """fp32 logits / temperature, a new tensor."""
     z = torch.nn.functional.linear(hidden_UH, weight_VH, bias_V)
     z = z.float() if z.dtype != torch.float32 else z
     return z if temperature == 1.0 else z.div_(temperature)
@@ -469,7 +468,7 @@ def token_scores(
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of target_M[m] under softmax(logits / temperature) of row node_M[m]. Returns
-    fp32 logprobs_M and, if asked for, the entropy of every row, fp32 [U], in nats."""
+    fp32 logprobs_M and, if requested, the entropy of every row, fp32 [U], in nats."""
     logprobs_M, entropy_U = _TokenScores.apply(
         hidden_UH, weight_VH, bias_V, node_M, target_M, temperature, entropy
     )
@@ -477,7 +476,7 @@ def token_scores(
 
 
 class PackedModel:
-    """A causal LM that scores samples. `packed` and `fused_head` say which shortcuts hold."""
+    """A causal LM that scores samples. `packed`, `fused_head`: which optimisations are on."""
 
     def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
         self.model = model.eval()

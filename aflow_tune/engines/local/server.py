@@ -1,9 +1,9 @@
-"""OpenAI's chat-completions API over a sampler, on loopback.
+"""OpenAI's chat-completions API over a sampler, by default on loopback.
 
-`GET /health`, `GET /v1/models`, `POST /v1/chat/completions`, in a thread with an event loop of its
-own. A client that goes away frees its place in the batch. What OpenAI defines and this engine
-cannot do is refused by name, so that no setting is without effect. Tool calls are text in the
-Hermes form; a template that does not know tools has the same text in its messages.
+`GET /health`, `GET /v1/models`, `POST /v1/chat/completions`, in a thread with its own event loop.
+If a client disconnects, its row in the batch is freed. Parameters in `_NEUTRAL` that would have an
+effect are refused by name; other unknown fields are ignored. Tool calls are text in the Hermes
+format; for a chat template without tools the same text is put into the messages.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
 }
-"""Fields that are accepted only with a value that has no effect (null always is)."""
+"""Unsupported fields, accepted only with these values, which have no effect, or null."""
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 _PREAMBLE = (
     "You may call one or more functions to help with the request.\n"
@@ -102,20 +102,20 @@ class ChatRequest(BaseModel):
     ignore_eos: bool = False
 
     def offered_tools(self) -> list[Message]:
-        """The tools the model is told about; none with tool_choice 'none'."""
+        """The tools shown to the model; none with tool_choice 'none'."""
         if self.tool_choice == "none":
             return []
         return [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
 
     def forced_tools(self) -> list[Message]:
-        """The tools one of which must be called; none where the model is free."""
+        """The tools of which the model must call one; empty if it may choose."""
         if isinstance(self.tool_choice, NamedToolChoice):
             name = self.tool_choice.function.name
             return [tool for tool in self.offered_tools() if tool["function"]["name"] == name]
         return self.offered_tools() if self.tool_choice == "required" else []
 
     def check(self) -> None:
-        """Raises BadInput with everything that this engine does not serve."""
+        """Raises BadInput with a fault for everything that this engine does not support."""
         faults = [
             Fault(name, "left out", repr(value), f"remove {name}: the local engine lacks it")
             for name, value in (self.model_extra or {}).items()
@@ -142,7 +142,7 @@ class ChatRequest(BaseModel):
             raise BadInput("The request cannot be served", faults)
 
     def sampling_params(self, default_max_tokens: int) -> SamplingParams:
-        """The request as the sampler takes it; `check` has passed."""
+        """The request as sampling parameters; call `check` first."""
         schema: dict[str, Any] | None = None
         grammar = None
         if forced := self.forced_tools():
@@ -170,7 +170,7 @@ def chat_response(
     completions: Sequence[Completion],
     vocabulary: Vocabulary,
 ) -> dict[str, Any]:
-    """The body of the answer. `return_token_ids` adds the tokens of prompt and choices."""
+    """The body of the response. `return_token_ids` adds the tokens of prompt and choices."""
     read, drawn = len(prompt_ids), sum(len(completion.token_ids) for completion in completions)
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -228,13 +228,13 @@ def _choice(
 def template_messages(
     messages: Sequence[Message], tools: Sequence[Message], *, native: bool
 ) -> list[Message]:
-    """Messages in OpenAI's form as a chat template takes them, which renders tools itself or not
-    (`native`). BadInput: parts that are not text, arguments not JSON."""
+    """OpenAI messages in the form for a chat template. `native`: the template renders tools itself;
+    else they become text. Raises BadInput: content that is not text, arguments not JSON."""
     plain = [_plain(message, number) for number, message in enumerate(messages)]
     if native:
         return plain
     told: list[Message] = []
-    for message in plain:  # the same for a template that knows only roles and text
+    for message in plain:  # tools as text, for a template that supports only roles and text
         role, content = message["role"], message["content"]
         for call in message.get("tool_calls", []):
             written = json.dumps(call["function"], ensure_ascii=False)
@@ -253,7 +253,7 @@ def template_messages(
 
 
 def _plain(message: Message, number: int) -> Message:
-    """The message with text for content, and the arguments of its tool calls as objects."""
+    """The message with its content as text and the arguments of its tool calls parsed."""
 
     def refused(key: str, expected: str, found: str) -> BadInput:
         title, where = "A message cannot be rendered", f"messages[{number}].{key}"
@@ -279,8 +279,8 @@ def _plain(message: Message, number: int) -> Message:
 
 
 def parse_calls(text: str, names: Sequence[str], *, salt: str) -> tuple[str | None, list[Message]]:
-    """The text outside the tool calls (None when empty), and the calls in OpenAI's form. All is
-    text if one is not JSON of a function in `names`. Equal `salt` and text give equal ids."""
+    """The text outside the tool calls (None if empty), and the calls in OpenAI's format. If any is
+    not valid JSON for a function in `names`, all is text. Equal `salt` and text: equal ids."""
     calls: list[Message] = []
     for position, match in enumerate(_CALL.finditer(text)):
         try:
@@ -298,16 +298,15 @@ def parse_calls(text: str, names: Sequence[str], *, salt: str) -> tuple[str | No
 
 
 def forced_call_grammar(tools: Sequence[Message]) -> str:
-    """A Lark grammar (llguidance's dialect) of exactly one call of one of `tools`."""
+    """A Lark grammar (llguidance's dialect) for exactly one call of one of `tools`."""
     names, schemas = [f"call_{number}" for number in range(len(tools))], []
     for tool in tools:
         function = tool["function"]
         arguments = dict(function.get("parameters") or {"type": "object", "properties": {}})
-        # Definitions move to the root, where references look for them.
+        # Move definitions to the root, where references point to.
         named = [key for key in ("$defs", "definitions") if key in arguments]
         schema = {key: arguments.pop(key) for key in named}
-        # Arguments that the schema does not name are left out: an open object lets a weak model
-        # invent names without end.
+        # Forbid arguments that the schema does not name: a weak model would invent them endlessly.
         if not {"allOf", "anyOf", "oneOf", "$ref"} & arguments.keys():
             arguments.setdefault("additionalProperties", False)
         schema |= {
@@ -322,20 +321,20 @@ def forced_call_grammar(tools: Sequence[Message]) -> str:
     return "\n".join([start, *(f"{n}: {schema}" for n, schema in zip(names, schemas, strict=True))])
 
 
-MOST = 4096  # greedy answers that are kept; the one unused for longest goes first
+MOST = 4096  # greedy responses kept; the least recently used is dropped
 Submit = Callable[[list[int], SamplingParams], Awaitable[list[Completion]]]
 
 
 class GreedyAnswers:
-    """`submit` of a frozen model that decodes a request which leaves nothing to chance only once: a
-    frozen executor is asked the same thing by many rollouts of a group. For one event loop."""
+    """A cache around `submit` of a frozen model for greedy requests: many rollouts of a group ask a
+    frozen executor the same thing. For one event loop."""
 
     def __init__(self, submit: Submit) -> None:
         self._submit = submit
         self._answers: OrderedDict[Any, asyncio.Task[list[Completion]]] = OrderedDict()
 
     async def submit(self, prompt_ids: list[int], params: SamplingParams) -> list[Completion]:
-        """As `Sampler.submit`. Errors are not remembered."""
+        """As `Sampler.submit`. Errors are not cached."""
         if params.temperature != 0:
             return await self._submit(prompt_ids, params)
         key = (tuple(prompt_ids), repr(params))
@@ -349,8 +348,8 @@ class GreedyAnswers:
 
 
 class SamplerServer:
-    """Serves `sampler` under `model_name`. `api_key`: if given, /v1 asks for it as a bearer token;
-    `frozen`: the sampler's weights never change, so greedy answers are remembered."""
+    """Serves `sampler` as `model_name`. `api_key`: if given, /v1 requires it as a bearer token;
+    `frozen`: the weights never change, so greedy responses are cached."""
 
     def __init__(
         self,
@@ -376,7 +375,7 @@ class SamplerServer:
         self._server: uvicorn.Server | None = None
 
     def start(self) -> str:
-        """Listen; returns e.g. 'http://127.0.0.1:51234'. RunFailed if the port cannot be bound."""
+        """Start serving; returns e.g. 'http://127.0.0.1:51234'. RunFailed: it cannot listen."""
         config = uvicorn.Config(
             self._app(),
             host=self.host,
@@ -384,7 +383,7 @@ class SamplerServer:
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=2,
-            timeout_keep_alive=600,  # closing a connection while it is reused would fail that call
+            timeout_keep_alive=600,  # closing a connection that is being reused would fail a call
         )
         listener = bound_socket(self.host, 0)
         url = f"http://{self.host}:{listener.getsockname()[1]}"
@@ -440,7 +439,7 @@ class SamplerServer:
         return self.api_key is None or hmac.compare_digest(given.encode(), wanted.encode())
 
     async def _chat(self, request: Request) -> Response:
-        # Not by pydantic, which refuses half of a surrogate pair that a model can write.
+        # Not parsed by pydantic: it refuses lone surrogates, which a model can write.
         chat = ChatRequest.model_validate(json.loads(await request.body()))
         chat.check()
         if chat.model not in (None, self.model_name):
@@ -463,12 +462,12 @@ class SamplerServer:
             if not answer.done():
                 answer.cancel()
         if not answer.done():
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client is gone
         drawn, vocabulary = answer.result(), self.sampler.vocabulary
         return JSONResponse(chat_response(chat, self.model_name, prompt_ids, drawn, vocabulary))
 
     def _render(self, chat: ChatRequest) -> list[int]:
-        """The prompt's tokens, by the chat template. BadInput if it refuses the conversation."""
+        """The prompt's tokens by the chat template. Raises BadInput: it refuses the messages."""
         tools = chat.offered_tools()
         messages = template_messages(chat.messages, tools, native=self._template_has_tools)
         options = {"add_generation_prompt": True, **(chat.chat_template_kwargs or {})}
@@ -478,7 +477,7 @@ class SamplerServer:
                 messages, tools=shown, tokenize=False, **options
             )
         except Exception as error:
-            # Templates are programs: they raise jinja2 errors of many classes.
+            # Templates are programs and raise errors of many classes.
             raise BadInput(f"the chat template refused the messages: {error}") from error
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
@@ -492,9 +491,9 @@ def _error(status: int, message: str, code: str | None = None) -> Response:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A bound socket that names its protocol; port 0 takes a free one. RunFailed if it cannot be.
-    asyncio switches Nagle's algorithm off only for sockets that do; else every answer on a
-    kept-alive connection waits 40 ms."""
+    """A bound TCP socket; port 0 takes a free one. Raises RunFailed: it cannot be bound. The
+    protocol is explicit because asyncio disables Nagle's algorithm only then; otherwise every
+    response on a kept-alive connection waits 40 ms."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

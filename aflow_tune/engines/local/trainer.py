@@ -1,12 +1,12 @@
-"""One optimiser step at a time on the policy, without Ray and without Trinity.
+"""The local trainer: one optimiser step at a time on the policy, without Ray and without Trinity.
 
 A step takes samples by group (all rollouts of one task) and a loss over the log-probabilities of
-the *whole* train batch, and makes exactly the update of that loss, however the batch is split: the
-loss is called once per micro-batch on the full [B, R] matrix, in which only the micro-batch's rows
-carry a gradient and the others hold stand-ins (this step's values where known, the behaviour
-policy's elsewhere). If a loss is a sum over sequences divided by something that depends on masks
-only, as all aggregation modes of Trinity are, its gradient does not depend on the stand-ins. A loss
-that couples rows (DPO's pairs) sets `per_group` and is called on one group at a time.
+the *whole* train batch. Up to rounding, the update does not depend on the split into micro-batches:
+the loss is called once per micro-batch on the full [B, R] matrix, in which only the micro-batch's
+rows carry a gradient; the others hold placeholders (this step's values if computed, else the
+behaviour policy's). If a loss is a sum over sequences divided by something that depends on masks
+only, as in all of Trinity's aggregation modes, its gradient does not depend on the placeholders. A
+loss that couples rows (DPO's pairs) sets `per_group` and is called on one group at a time.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from aflow_tune.engines.local.weights import LoraSpec
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule: constant, linear or cosine after a linear warm-up, down to `floor`
-    times the peak. `total_steps` is needed by 'linear' and 'cosine' only."""
+    """A learning-rate schedule: linear warm-up, then constant, linear or cosine decay to `floor`
+    times the peak at `total_steps`; without `total_steps` there is no decay."""
 
     kind: str = "constant"
     peak: float = 1e-6
@@ -65,8 +65,8 @@ class Schedule:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """Everything that decides an update. `lora` None trains the full weights; `micro_batch_tokens`
-    counts packed tokens and bounds memory, never the result; `grad_clip` 0 is no clipping."""
+    """Settings of the updates. `lora` None: full weights; `micro_batch_tokens`: packed tokens,
+    bound memory and not the update; `grad_clip`: maximum gradient norm, 0 for none."""
 
     lora: LoraSpec | None = None
     schedule: Schedule = field(default_factory=Schedule)
@@ -83,7 +83,7 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class LossBatch:
-    """What a loss sees: B samples padded to R response columns, fp32, masks boolean. `extra` has
+    """The input of a loss: B samples padded to R response columns, fp32, masks boolean. `extra` has
     the samples' own tensors, [B, R] or [B]; `old_logprobs_BR` is None if any sample has none."""
 
     logprobs_BR: Tensor
@@ -102,8 +102,8 @@ class LossBatch:
 
 
 class LossFn(Protocol):
-    """A loss over a train batch; see the module's docstring for what it must keep. `needs_entropy`:
-    whether `entropy_BR` is filled. `per_group`: call it on each group alone and average."""
+    """A loss over a train batch; the module's docstring says what it must satisfy. `needs_entropy`:
+    fill `entropy_BR`. `per_group`: call it on each group alone and average."""
 
     needs_entropy: bool
     per_group: bool
@@ -113,8 +113,8 @@ class LossFn(Protocol):
 
 
 class LocalTrainer:
-    """The policy, its optimizer and its schedule. The same settings, batches and thread count give
-    bit-equal weights."""
+    """The policy, its AdamW optimiser and its schedule. On one machine's CPU the same settings,
+    batches and thread count give bit-equal weights."""
 
     def __init__(self, model_path: Path | str, settings: TrainerSettings) -> None:
         self.model_path = Path(model_path)
@@ -122,7 +122,7 @@ class LocalTrainer:
         self.step_count = 0
         self.skipped_steps = 0
         self.torn = False
-        """Whether an update began that did not end: the weights are of no step."""
+        """Whether an update was interrupted halfway: the weights belong to no step."""
         torch.manual_seed(settings.seed)
         self.base: PreTrainedModel = load_model(self.model_path, settings.dtype, settings.device)
         self.base.config.use_cache = False
@@ -138,7 +138,7 @@ class LocalTrainer:
         else:
             for name, A_RI, B_OR in adapter_layers(self.peft):
                 self._params |= {f"lora.{name}.A": A_RI, f"lora.{name}.B": B_OR}
-        # Adam in bf16 loses updates smaller than the weights' last bit: fp32 masters.
+        # fp32 master weights: Adam in bf16 would lose updates below the weights' last bit.
         self._masters = {
             name: param if param.dtype == torch.float32 else param.detach().float().clone()
             for name, param in self._params.items()
@@ -153,10 +153,10 @@ class LocalTrainer:
         )
 
     def step(self, groups: Sequence[Sequence[Sample]], loss: LossFn) -> dict[str, float]:
-        """One update on all `groups`; the loss's metrics and the step's own. A gradient that is not
-        finite changes nothing: the step is counted and skipped."""
+        """Make one update on all `groups`; returns the metrics of the loss and the step. If the
+        gradient is not finite, the weights stay; the step counts as done and as skipped."""
         metrics = self._step([group for group in groups if group], loss)
-        give_back()  # here, where the tensors of the step are gone
+        give_back()  # here, after `_step` has released its tensors
         return metrics
 
     def _step(self, groups: Sequence[Sequence[Sample]], loss: LossFn) -> dict[str, float]:
@@ -174,7 +174,7 @@ class LocalTrainer:
             width = batch.logprobs_BR.shape[1]
             logprobs, entropy = self.policy.scores(part, width, entropy=loss.needs_entropy)
             self._backward(loss, batch, len(spans), indices, logprobs, entropy)
-        with torch.no_grad():  # over the whole batch, all rows computed
+        with torch.no_grad():  # metrics over the whole batch, now that all rows are computed
             parts = [loss(batch.rows(at)) for at in (spans if loss.per_group else [slice(None)])]
         metrics = {
             name: sum(found[name] for _, found in parts) / len(parts) for name in parts[0][1]
@@ -187,8 +187,8 @@ class LocalTrainer:
         return metrics
 
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[Tensor]:
-        """fp32 log-probabilities [R] of each sample's scored tokens (0 elsewhere); `reference`: by
-        the model that training started from."""
+        """fp32 log-probabilities [R] of each sample's scored tokens (0 elsewhere), on the CPU.
+        `reference`: by the reference policy, the model that training started from."""
         groups = [[i] for i in range(len(samples))]
         width = max((len(sample.action_mask_R) for sample in samples), default=0)
         out: list[Tensor] = [torch.empty(0)] * len(samples)
@@ -205,7 +205,7 @@ class LocalTrainer:
         return out
 
     def keep_reference(self) -> None:
-        """Load the frozen copy that full-weight training needs; nothing to do for an adapter."""
+        """Load a frozen reference policy for full-weight training; an adapter needs none."""
         if self.peft is None and self._reference is None:
             copy = load_model(self.model_path, self.settings.dtype, self.settings.device)
             self._reference = PackedModel(
@@ -213,7 +213,7 @@ class LocalTrainer:
             )
 
     def pad(self, samples: Sequence[Sample], *, entropy: bool = False) -> LossBatch:
-        """The batch of `samples` before anything is computed: stand-ins for log-probabilities."""
+        """The batch of `samples`, with placeholders (see the module) as log-probabilities."""
         width = max(len(sample.action_mask_R) for sample in samples)
         device = self.settings.device
 
@@ -236,7 +236,7 @@ class LocalTrainer:
             kind = samples[0].extra[name].dtype
             dtype = torch.float32 if kind.is_floating_point else kind
             extra[name] = rows((sample.extra[name] for sample in samples), dtype)
-        # -1 where no behaviour policy is known.
+        # Without a behaviour policy the placeholder is -1.
         first = torch.full(mask_BR.shape, -1.0, device=device) if old_BR is None else old_BR.clone()
         entropy_BR = torch.zeros_like(first) if entropy else None
         return LossBatch(first, mask_BR, old_BR, entropy_BR, extra)
@@ -250,7 +250,7 @@ class LocalTrainer:
         logprobs: Tensor,
         entropy: Tensor | None,
     ) -> None:
-        """Add the gradient of the micro-batch `indices`, and fill its rows of `batch`."""
+        """Accumulate the gradient of the micro-batch `indices`, and fill its rows of `batch`."""
         rows = torch.tensor(indices, device=logprobs.device)
         outputs = {"logprobs_BR": logprobs}
         if entropy is not None:
@@ -272,7 +272,7 @@ class LocalTrainer:
         grads = torch.autograd.grad(value, leaves, allow_unused=True)
         used = [(o, g) for o, g in zip(outputs.values(), grads, strict=True) if g is not None]
         torch.autograd.backward([o for o, _ in used], [g for _, g in used])
-        # Gradients of bf16 weights move to their fp32 masters, so that sums stay exact.
+        # Accumulate gradients of bf16 weights in fp32, in their masters.
         for name, param in self._params.items():
             master = self._masters[name]
             if master is param or param.grad is None:
@@ -314,13 +314,13 @@ class LocalTrainer:
         }
 
     def weights(self) -> dict[str, Tensor]:
-        """CPU copies for a sampler: the adapter state, or all weights by parameter name."""
+        """CPU copies for a sampler: the adapter state, or all parameters by name."""
         if self.peft is not None:
             return adapter_state(self.peft)
         return {n: p.detach().to("cpu", copy=True) for n, p in self.base.named_parameters()}
 
     def save(self, directory: Path | str) -> None:
-        """Write everything that the next step depends on, atomically."""
+        """Write the full training state atomically. Raises as `write_atomically`."""
         moments = {
             f"{key}/{name}": value
             for name, master in self._masters.items()
@@ -336,7 +336,7 @@ class LocalTrainer:
         write_checkpoint(Path(directory), tensors, state)
 
     def load(self, directory: Path | str) -> None:
-        """Continue from `save`. CheckpointError: files that are damaged or of other weights."""
+        """Restore what `save` wrote. Raises CheckpointError: damaged, or of other weights."""
         tensors, state = read_checkpoint(Path(directory), expected_weights=self._masters)
         with torch.no_grad():
             for name, master in self._masters.items():
@@ -354,10 +354,10 @@ class LocalTrainer:
         self.skipped_steps = int(state["skipped_steps"])
 
     def export_peft(self, directory: Path | str) -> None:
-        """A folder that `PeftModel.from_pretrained` loads; full weights have no adapter."""
+        """Write a folder for `PeftModel.from_pretrained`; only if training an adapter."""
         assert self.peft is not None
         write_peft(self.peft, self.model_path, Path(directory))
 
     def export_merged(self, directory: Path | str) -> None:
-        """A folder that `AutoModelForCausalLM.from_pretrained` loads, adapter merged in."""
+        """Write a folder for `AutoModelForCausalLM.from_pretrained`, adapter merged in."""
         write_merged(self.model_path, self.weights(), self.settings.lora, Path(directory))

@@ -41,9 +41,8 @@ class Weights:
         self.scaling = 0.0
 
     def load(self, state: Mapping[str, Tensor], lora: LoraSpec | None) -> None:
-        """Load an adapter state (`lora.<module path>.A` and `.B`), or full parameters by name into
-        the model. Raises BadInput, changing nothing: names or shapes that do not fit, an adapter
-        without a `LoraSpec`, or one mixed with parameters."""
+        """Load an adapter state (`lora.<module path>.A` and `.B`), or parameters by name into the
+        model. BadInput, changing nothing: wrong names or shapes, or an adapter without `lora`."""
         adapter = {key: value for key, value in state.items() if key.startswith(_PREFIX)}
         if adapter and (lora is None or len(adapter) < len(state)):
             raise BadInput("The weight update is an adapter, mixed or without the sampler's lora=")

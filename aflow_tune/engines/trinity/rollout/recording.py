@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 _DISTRIBUTION_KEYS = ["top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"]
 _DISTRIBUTION_KEYS += ["repetition_penalty", "logit_bias"]
-"""Arguments, beside the temperature, that change the sampling distribution."""
+"""Arguments, besides the temperature, that change the sampling distribution."""
 _NO_EFFECT = {"top_k": (0, -1), "top_p": (1, 1.0), "repetition_penalty": (1, 1.0)}
-"""Values, beside None, zero and empty ones, that switch such an argument off."""
+"""Values, besides None, zero and empty ones, that switch such an argument off."""
 _RANDOM_IDS = ("id", "tool_call_id")  # random keys of messages, not part of the state
 
 
