@@ -35,7 +35,7 @@ _WAITING = {
     ("thread.py", "_worker"),
     ("worker.py", "main_loop"),
 }
-"""(file, function) on top of a stack that only waits: for events, a lock, work, or, in Ray's worker,
+"""(file, function) on top of a stack that only waits: for events, a lock, work, or (Ray's worker)
 C++."""
 
 

@@ -104,6 +104,8 @@ def test_tokens_and_logprobs_are_the_samplers(
         ({"messages": [{"content": "x"}]}, 400, "role"),
         ({"messages": [{"role": "user", "content": "x" * 1000}]}, 400, "max_model_len"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, 400, "content"),
+        ({"messages": [{"role": "user", "tool_calls": [{"id": "x"}]}]}, 400, "function"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
          400, "meet"),
         ({"response_format": {"type": "json_schema"}}, 400, "json_schema"),

@@ -66,8 +66,8 @@ def sha256_of(path: Path) -> str:
 
 
 def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
-    """Create or replace the folder `target` with what `write(temporary folder)` writes. If `write`
-    fails, `target` is unchanged; after a failure between the two renames, the old folder remains as
+    """Create or replace the folder `target` with what `write(temporary folder)` writes. If it
+    fails, `target` is unchanged; a process killed between the two renames leaves the old folder as
     `.NAME.old-PID`. Raises CheckpointError: the disk is full, read-only or broken."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for left_over in target.parent.glob(f".{target.name}.tmp-*"):
@@ -82,7 +82,12 @@ def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)
             target.rename(old)
-        temporary.rename(target)
+        try:
+            temporary.rename(target)
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
         shutil.rmtree(old, ignore_errors=True)
         _fsync(target.parent)
     except BaseException as error:

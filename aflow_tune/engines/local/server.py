@@ -261,6 +261,8 @@ def _plain(message: Message, number: int) -> Message:
 
     content = message.get("content")
     if isinstance(content, list):
+        if not all(isinstance(part, dict) for part in content):
+            raise refused("content", "a text, or a list of parts of type text", repr(content)[:80])
         odd = [p.get("type") for p in content if p.get("type") not in ("text", "refusal")]
         if odd:
             raise refused("content", "text only: no images, no audio", f"a part of type {odd[0]}")
@@ -268,7 +270,9 @@ def _plain(message: Message, number: int) -> Message:
     result = {**message, "content": content or ""}
     calls = []
     for call in result.pop("tool_calls", None) or ():
-        function = call["function"]
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise refused("tool_calls", "calls with `function: {name, arguments}`", repr(call)[:80])
         arguments = function.get("arguments") or "{}"
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
