@@ -291,11 +291,12 @@ class Jobs:
         """Wait until the job asks for its keys, and upload them sealed."""
         deadline, asked = time.monotonic() + _ASKED_SECONDS, None
         while asked is None:
-            log = ""
-            with contextlib.suppress(RuntimeError):
+            log, ended = "", False
+            with contextlib.suppress(RuntimeError, OSError):
+                ended = self.client.get_job_status(job).is_terminal()
                 log = str(self.client.get_job_logs(job))
             asked = re.search(rf"^{_WANTED}([0-9a-f]{{64}})$", log, re.MULTILINE)
-            if asked is None and (self.status(job).is_terminal() or time.monotonic() > deadline):
+            if asked is None and (ended or time.monotonic() > deadline):
                 told = f"job {job} did not get as far as asking for its keys:\n{log[-2000:]}"
                 raise RunFailed(told)
             time.sleep(_POLL_SECONDS)

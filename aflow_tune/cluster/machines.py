@@ -153,7 +153,8 @@ def status(config: Path | None = None) -> str:
         cure = "aflow-tune cluster up, or name the YAML of a cluster elsewhere"
         title = "There is no cluster."
         raise BadInput.of(title, "this machine", "a Ray that answers", "none", cure)
-    dashboard = known["dashboard"] if known.get("address") == address else "unknown"
+    ours = known.get("address") == address
+    dashboard = known.get("dashboard", "unknown") if ours else "unknown"
     lines = [f"address:   {address}", f"dashboard: {dashboard}"]
     lines.append(f"token:     {'used' if use_token() else 'none'}")
     return "\n".join([*lines, _run(["status", f"--address={address}"], shown=False).strip()])

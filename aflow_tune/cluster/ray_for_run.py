@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -40,9 +40,6 @@ from aflow_tune.find_ray import (
     refused_connection,
 )
 from aflow_tune.shipping import Code
-
-if TYPE_CHECKING:
-    from aflow_tune.config.load import AflowConfig
 
 Function = Callable[..., Any]
 READ_INSIDE = "read it inside the function, with os.environ: every worker has it"

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trinity.common.config import ExperienceBufferConfig, FormatConfig, TasksetConfig
 from trinity.common.constants import PromptType
@@ -35,12 +35,13 @@ from aflow_tune.data.fields import FieldRead, task_reads
 from aflow_tune.data.rows import Table
 from aflow_tune.engines.local.models import BUNDLED, cache_dir, damage_of, is_cached
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.harvest.candidates import SOURCES, read_templates
 from aflow_tune.sections import WriterSection
 from aflow_tune.shipping import travelled
 from aflow_tune.trace import POLICY
-from aflow_tune.writer.templates import TEMPLATES, Template
 from aflow_tune.writer.types import PROBLEM_TYPES
+
+if TYPE_CHECKING:
+    from aflow_tune.writer.templates import Template
 
 Function = Callable[..., Any]
 Found = Iterable[Fault | str]
@@ -374,6 +375,8 @@ def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found
 
 def check_harvest(config: AflowConfig) -> Iterator[Fault]:
     """Faults of the section `harvest`, and of the other settings that a harvest needs."""
+    from aflow_tune.harvest.candidates import SOURCES
+
     section, inputs = config.harvest, config.buffer.explorer_input
     known = [name for name in config.models if name != POLICY]
     key = "buffer.explorer_input.taskset"
@@ -421,6 +424,9 @@ def templates_of(config: AflowConfig) -> list[Template]:
     """The templates of the folder `harvest.templates`, or the shipped ones.
 
     Raises BadInput: with every file of the folder that is no template."""
+    from aflow_tune.harvest.candidates import read_templates
+    from aflow_tune.writer.templates import TEMPLATES
+
     name = config.harvest.templates
     if name is None:
         return list(TEMPLATES.values())
