@@ -78,9 +78,8 @@ def reward_without_score(
     """Warn if the training reward rises while the held-out score falls.
 
     The score falls if the last evaluation is below the best earlier one on the same items. As that
-    one is chosen after the fact, the confidence is corrected for the number of candidates
-    (Bonferroni). The reward rises if its mean over the second half of the steps between the two is
-    above that over the first half. Both by confidence intervals that exclude zero.
+    one is chosen after the fact, the interval is corrected for the number of candidates
+    (Bonferroni). The reward rises from the first to the second half of the steps between the two.
     """
     *earlier, last = evaluations
     after = last.scores()

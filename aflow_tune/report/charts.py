@@ -1,7 +1,7 @@
-"""The report's curves, and small charts as inline SVG.
+"""The charts of the reports, as inline SVG.
 
-Colours (0 to 5) are the page's CSS variables. Labels are escaped here, so a chart may go into a
-page as it is. `charts` lists what a run's page shows, `draw` draws such a list.
+Colours (0 to 5) are CSS classes of the page. Labels are escaped here, so a chart goes into a page
+unchanged. `charts` returns the charts of a run's page, `draw` draws a list of charts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Bounds = tuple[float, float]
 
 
 class Point(NamedTuple):
-    """A value at a step; `low` and `high` bound it where that is known."""
+    """A value at a step, perhaps with its interval."""
 
     step: int
     value: float
@@ -60,7 +60,7 @@ class Point(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """One line of a chart, in the order of steps; without a label it has the chart's title."""
+    """One line of a chart, in order of steps; an empty label stands for the chart's title."""
 
     label: str
     points: Sequence[Point]
@@ -68,7 +68,7 @@ class Curve(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A value at a place of any axis; `label` is told under the pointer."""
+    """A value at a position of any axis; `label` is its tooltip."""
 
     at: float
     value: float
@@ -103,7 +103,7 @@ class _Frame:
     def svg(
         self, title: str, drawing: Sequence[str], places: Sequence[tuple[float, str]] = ()
     ) -> str:
-        """The drawing between its axes; `places` are named on the lower one, else steps are."""
+        """The drawing with its axes; ticks of the lower one are at `places`, else at steps."""
         places = places or [(at, str(at)) for at in step_ticks(int(self.first), int(self.last))]
         left, right, bottom = f"{_LEFT:g}", f"{_WIDTH - _RIGHT:g}", _HEIGHT - _BOTTOM
         parts = []
@@ -123,7 +123,7 @@ def line_chart(
     """Lines over steps, each with a band where its points have bounds.
 
     There is at least one point. `steps` are the first and last of the axis, which charts of one
-    page share; `bounds` are values that the axis shows at least.
+    page share; `bounds` are values that the vertical axis has to include.
     """
     frame = _Frame(steps, [point for curve in curves for point in curve.points], bounds)
     drawing = []
@@ -147,8 +147,8 @@ def scatter_chart(
     ends: Bounds,
     ticks: Sequence[tuple[float, str]],
 ) -> str:
-    """Values (at least one) at places, each with its interval where it has one. `ends` are the
-    first and last place of the axis, `ticks` places with their names."""
+    """Values (at least one) at positions, each with its interval if it has one. `ends` are the ends
+    of the axis, `ticks` positions with their names."""
     frame, drawing = _Frame(ends, marks, ()), []
     for at, value, label, low, high, colour in marks:
         x = frame.x(at)
@@ -173,7 +173,7 @@ def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def step_ticks(first: int, last: int) -> list[int]:
-    """Whole steps for the axis, both ends among them."""
+    """Steps for the ticks of an axis, including both ends."""
     if last <= first:
         return [first]
     gap = max(1, round(nice_ticks(0, last - first, 7)[1]))
@@ -203,21 +203,21 @@ def _dot(
     x: str, y: str, radius: str, colour: int, label: str,
     value: float, low: float | None, high: float | None,
 ) -> str:  # fmt: skip
-    """What the pointer shows at it: `reward, step 4: 0.25 (0.1 to 0.4)`."""
+    """A dot with the tooltip `reward, step 4: 0.25 (0.1 to 0.4)`."""
     bounds = "" if low is None or high is None else f" ({number(low)} to {number(high)})"
     told = escape(f"{label}: {number(value)}{bounds}")
     circle = f'class="dot c{colour}" cx="{x}" cy="{y}" r="{radius}"'
     return f"<circle {circle}><title>{told}</title></circle>"
 
 
-# What is drawn of a run
+# The charts of a run
 
 
 class Chart(NamedTuple):
-    """What is drawn: curves on one axis of values.
+    """One chart: curves on one vertical axis.
 
-    `scale`: what the curves need (fit), also zero, also 0 and 1 where the values look like shares
-    (unit), or always these (share).
+    `scale`: the range of the curves (fit); that and 0 (zero); that and 0 and 1 if the values look
+    like shares (unit), or always (share).
     """
 
     title: str
@@ -227,15 +227,15 @@ class Chart(NamedTuple):
 
 
 def draw(listed: Iterable[Chart], steps: tuple[int, int]) -> list[dict[str, Any]]:
-    """The charts that have points, for `chart.html.jinja`; `legend` are colours and labels."""
+    """The charts with points, for `chart.html.jinja`; `legend` are colours and labels."""
     found = []
     for title, note, every, scale in listed:
         curves = [curve._replace(label=curve.label or title) for curve in every if curve.points]
         if not curves:
             continue
         values = [point.value for curve in curves for point in curve.points]
-        # Scores and rewards between 0 and 1 are shown on that whole scale once they use much of
-        # it, so that noise does not look like progress.
+        # Scores and rewards in [0, 1] get that whole scale once they reach 0.2, so that noise does
+        # not look like progress.
         unit = scale == "unit" and min(values) >= 0 and 0.2 < max(values) <= 1
         bounds = (0.0, 1.0) if unit or scale == "share" else (0.0,) if scale == "zero" else ()
         legend = [(curve.colour, curve.label) for curve in curves if len(every) > 1]
@@ -245,14 +245,14 @@ def draw(listed: Iterable[Chart], steps: tuple[int, int]) -> list[dict[str, Any]
 
 
 def charts(lines: Sequence[MetricsLine], evaluations: Evaluations) -> list[dict[str, Any]]:
-    """All charts of a run, the most telling first."""
+    """All charts of a run that have points, the most important first."""
     every = [line.step for line in lines] + [step for of in evaluations.values() for step in of]
 
     def curve(label: str, values: Iterable[tuple[int, float]], colour: int = 0) -> Curve:
         return Curve(label, [Point(step, value) for step, value in values], colour % 6)
 
     def logged(names: Mapping[str, str]) -> list[Curve]:
-        """Curves of metrics, given with their labels."""
+        """Curves of metrics; `names` maps metrics to labels."""
         named = enumerate(names.items())
         return [curve(label, series(lines, name), n) for n, (name, label) in named]
 

@@ -1,10 +1,10 @@
-"""Held-out evaluations of a run, the comparison of two of them, and what they used.
+"""Held-out evaluations of a run, comparisons between two of them, and their usage and cost.
 
-A rollout that failed has no score: a crash is not a wrong answer. The primary comparison counts an
-item only where both sides scored it. Because that could flatter a model that crashes on what it
-cannot do, a second one counts every failed rollout as 0, and the verdict says so when the two do
-not agree. An evaluation that was cut off (as `metrics.jsonl` tells) is never compared, since the
-rollouts that finish first are no fair sample. A sum with a missing part is None, never 0.
+A failed rollout has no score: a crash is not a wrong answer. The primary comparison uses the items
+that both sides scored. That could flatter a model that crashes on what it cannot do, so a second
+comparison counts every failed rollout as 0, and the caveats say if the two disagree. An incomplete
+evaluation (by `metrics.jsonl`) is never compared, since the rollouts that finish first are not a
+fair sample. A sum with a missing part is None, never 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Scores = Mapping[int, Mapping[str, float]]
 class Evaluation:
     """All records of one task set with the weights of one step, ordered by item and rollout.
 
-    `whole` is False where the evaluation was cut off before its last item.
+    `whole` is False if the evaluation did not finish.
     """
 
     taskset: str
@@ -49,8 +49,8 @@ class Evaluation:
     whole: bool = True
 
     def scores(self, *, failed_as: float | None = None) -> dict[int, float]:
-        """Mean score of each item over its rollouts. Those without a score count as `failed_as`,
-        or are left out."""
+        """Mean score of each item over its rollouts. Rollouts without a score count as `failed_as`;
+        None: they are left out."""
         return mean_by_item(
             (r.item, failed_as if r.score is None else r.score) for r in self.records
         )
@@ -61,16 +61,16 @@ class Evaluation:
         ]
 
     def metric(self, name: str) -> dict[int, float]:
-        """Mean of 'reward' or of a recorded metric for each item that has it."""
+        """Mean of 'reward' or of a recorded metric, for each item with a value."""
         return mean_by_item(self._values(name))
 
     def metric_interval(self, name: str) -> Interval | None:
-        """Mean of `metric(name)` over items with its interval, as `interval` has it."""
+        """Mean of `metric(name)` over items with its interval, as in `interval`."""
         shares = {value for _, value in self._values(name)} <= {None, 0.0, 1.0}
         return share_or_mean_interval(list(self.metric(name).values()), shares=shares)
 
     def metric_names(self) -> list[str]:
-        """'reward' and every metric that a rollout recorded, in the order first seen."""
+        """'reward' and all recorded metrics, in order of first appearance."""
         return list(dict.fromkeys(["reward", *(name for r in self.records for name in r.metrics)]))
 
     @property
@@ -79,7 +79,7 @@ class Evaluation:
 
     @property
     def failed_rollouts(self) -> int:
-        """How many ended without a score."""
+        """The number of rollouts without a score."""
         return sum(record.score is None for record in self.records)
 
     @property
@@ -89,17 +89,17 @@ class Evaluation:
         return dict(kinds.most_common())
 
     def interval(self) -> Interval | None:
-        """Mean score over items with its 95% interval (see `share_or_mean_interval`); None if
-        nothing was scored."""
+        """Mean score over items with its 95% interval (see `share_or_mean_interval`); None if no
+        item was scored."""
         right_or_wrong = all(r.score in (None, 0.0, 1.0) for r in self.records)
         return share_or_mean_interval(list(self.scores().values()), shares=right_or_wrong)
 
     def pass_at(
         self, k: int, solved_at: float = 1.0, *, failed_as_unsolved: bool = False
     ) -> Interval | None:
-        """pass@k over items with its 95% interval; a rollout solves its item from `solved_at` on.
-        Rollouts without a score are left out, or count as unsolved, and so are items with fewer
-        than `k` rollouts. None if no item is left."""
+        """Mean pass@k over items with its 95% interval; a score of `solved_at` or more solves the
+        item. Rollouts without a score are left out, or count as unsolved. Items with fewer than `k`
+        counted rollouts are left out; None if no item is left."""
         by_item: dict[int, list[bool]] = defaultdict(list)
         for record in self.records:
             if record.score is not None or failed_as_unsolved:
@@ -113,12 +113,12 @@ class Evaluation:
         return share_or_mean_interval(estimates, shares=True)
 
     def solved_rollouts(self, solved_at: float = 1.0) -> int:
-        """Rollouts whose score is at least `solved_at`."""
+        """The number of rollouts whose score is at least `solved_at`."""
         return sum(r.score is not None and r.score >= solved_at for r in self.records)
 
 
 Evaluations = Mapping[str, Mapping[int, Evaluation]]
-"""By task set, then by step."""
+"""Evaluations by task set, then by step."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ class Paired:
 
     @property
     def direction(self) -> int:
-        """1 for a rise that is shown, -1 for a fall, 0 for neither: the interval has to exclude
-        zero and, on few items, the exact sign test to agree."""
+        """1 for a significant rise, -1 for a fall, 0 for neither: the interval has to exclude zero
+        and, for fewer than `SMALL_SAMPLE` items, the sign test to have p < 0.05."""
         enough = self.difference.count >= SMALL_SAMPLE or self.p_value < 0.05
         if not (self.difference.excludes_zero and enough):
             return 0
@@ -152,8 +152,8 @@ class Paired:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two evaluations of one task set. `primary` counts the items that both scored,
-    `failed_as_zero` (None where none failed) all items, a failed rollout as 0."""
+    """Two evaluations of one task set. `primary` uses the items that both scored; `failed_as_zero`
+    (None if no rollout failed) the items of both, with failed rollouts as 0."""
 
     before: Evaluation
     after: Evaluation
@@ -166,19 +166,19 @@ class Comparison:
 
     @property
     def direction(self) -> int:
-        """1 if an improvement is shown, -1 if a loss is, 0 if neither, or if counting failed
-        rollouts as 0 says otherwise."""
+        """1 for a significant improvement, -1 for a loss, 0 for neither, or if `failed_as_zero`
+        disagrees."""
         other = self.failed_as_zero or self.primary
         return self.primary.direction if other.direction == self.primary.direction else 0
 
     @property
     def left_out(self) -> int:
-        """Items that only one side, or neither, could score."""
+        """The number of items that only one side, or neither, scored."""
         items = {record.item for side in (self.before, self.after) for record in side.records}
         return len(items) - self.difference.count
 
     def verdict(self) -> str:
-        """One honest sentence on the primary comparison."""
+        """One sentence on the primary comparison."""
         numbers, change = self.primary.numbers(), self.difference
         word = "rose" if change.mean > 0 else "fell"
         if self.primary.direction:
@@ -192,7 +192,7 @@ class Comparison:
         )
 
     def caveats(self) -> list[str]:
-        """What has to be said beside the verdict; empty where nothing failed."""
+        """Sentences that qualify the verdict: items left out, and failed rollouts counted as 0."""
         sentences = []
         if self.left_out:
             sentences.append(
@@ -210,8 +210,8 @@ class Comparison:
 
 def load_evaluations(run_dir: Path) -> dict[str, dict[int, Evaluation]]:
     """Every evaluation of a run: task set -> step -> evaluation, steps in order. Of several records
-    of one rollout of one item the last one counts. Raises ValueError, with file and line, if a
-    record file is damaged."""
+    of one rollout the last one counts. Raises ValueError, with file and line: a record file is
+    damaged."""
     finished: dict[str, set[int]] = defaultdict(set)
     for line in read_metrics(run_dir):
         for name in finished_evaluations(line.metrics):
@@ -229,7 +229,7 @@ def load_evaluations(run_dir: Path) -> dict[str, dict[int, Evaluation]]:
 
 
 def pair(before: Mapping[int, float], after: Mapping[int, float]) -> Paired | None:
-    """The items that both have; None if there are none."""
+    """Before and after on the items that both have; None if there are none."""
     items = sorted(before.keys() & after.keys())
     if not items:
         return None
@@ -257,7 +257,7 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison | None:
 
 
 def compare_ends(evaluations: Evaluations) -> dict[str, Comparison]:
-    """For each task set with two whole evaluations or more, its first against its last."""
+    """For each task set with two or more whole evaluations, the first against the last."""
     comparisons = {}
     for name, steps in evaluations.items():
         whole = [evaluation for evaluation in steps.values() if evaluation.whole]
@@ -268,7 +268,7 @@ def compare_ends(evaluations: Evaluations) -> dict[str, Comparison]:
 
 def scores_of(run_dir: Path) -> dict[int, dict[str, float]]:
     """The mean score of every whole evaluation of a run, by step and task set. Raises ValueError,
-    with file and line, if a record file is damaged."""
+    with file and line: a record file is damaged."""
     scores: dict[int, dict[str, float]] = {}
     for name, evaluations in load_evaluations(run_dir).items():
         for step, evaluation in evaluations.items():
@@ -279,8 +279,8 @@ def scores_of(run_dir: Path) -> dict[int, dict[str, float]]:
 
 
 def ranked(scores: Scores, steps: Iterable[int]) -> list[tuple[int, float]]:
-    """Those of `steps` that were evaluated on the most task sets, with their mean over these, the
-    best first, earlier ones before equals: the one meaning of `best` for all commands."""
+    """Those of `steps` that were evaluated on the most task sets, with their mean over these, best
+    first, ties by step. All commands use this order for `best`."""
     wanted = set(steps)
     of_steps = {step: list(of.values()) for step, of in scores.items() if step in wanted and of}
     most = max(map(len, of_steps.values()), default=0)
@@ -289,13 +289,13 @@ def ranked(scores: Scores, steps: Iterable[int]) -> list[tuple[int, float]]:
 
 
 def best_step(run_dir: Path, steps: Iterable[int]) -> int | None:
-    """Of `steps` the one whose evaluation in the run scored best; None if none was evaluated."""
+    """The first of `ranked` among `steps`; None if none of them was evaluated."""
     found = ranked(scores_of(run_dir), steps)
     return found[0][0] if found else None
 
 
 def mean_by_item(values: Iterable[tuple[int, float | None]]) -> dict[int, float]:
-    """The mean of the known values of each item, by item; items without one are left out."""
+    """The mean of the known values of each item; items without one are left out."""
     by_item: dict[int, list[float]] = defaultdict(list)
     for item, value in values:
         if value is not None:
@@ -303,16 +303,16 @@ def mean_by_item(values: Iterable[tuple[int, float | None]]) -> dict[int, float]
     return {item: mean(found) for item, found in sorted(by_item.items())}
 
 
-# What was used
+# Usage and cost
 
 Price = Callable[[int, int], float]
-"""US dollars of one call of the evaluated model, for its prompt tokens and its drawn tokens."""
+"""US dollars of one call of the evaluated model, from its prompt and its sampled tokens."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Calls and tokens of the evaluated model in `runs` rollouts (named as in `eval.json`).
-    Tokens are None if a call was not counted."""
+    """Calls and tokens of the evaluated model in `runs` rollouts (the name in `eval.json`);
+    `tokens` are the sampled ones. Tokens are None if some answered call lacks its count."""
 
     runs: int
     calls: int
@@ -323,7 +323,7 @@ class Usage:
 
     @property
     def total_tokens(self) -> int | None:
-        """Prompt and drawn tokens together."""
+        """Prompt and sampled tokens together."""
         if self.prompt_tokens is None or self.tokens is None:
             return None
         return self.prompt_tokens + self.tokens
@@ -331,8 +331,8 @@ class Usage:
 
 @dataclass(frozen=True)
 class CallerUse:
-    """The calls of one caller. `token_share`: its part of the drawn tokens, None if unknown;
-    `outcomes` counts those of the operator of that name."""
+    """The calls of one caller. `token_share`: its share of the sampled tokens, None if unknown;
+    `outcomes` counts the outcomes of the operator of that name."""
 
     caller: str
     usage: Usage
@@ -342,8 +342,8 @@ class CallerUse:
 
 @dataclass(frozen=True)
 class Cost:
-    """US dollars by role; roles whose price is not known are in `unknown` instead. `total`: of all
-    roles, None as long as one is unknown."""
+    """US dollars by role; roles with an unknown cost are in `unknown` instead. `total`: of all
+    roles, None if one is unknown."""
 
     by_role: dict[str, float]
     unknown: tuple[str, ...]
@@ -354,7 +354,7 @@ class Cost:
 
 
 def usage(calls: Sequence[Mapping[str, Any]], rollouts: int) -> Usage:
-    """Calls and tokens of so many rollouts, failed ones included."""
+    """The usage of `calls` made in `rollouts` rollouts; failed calls have no tokens."""
     answered = [call for call in calls if not call.get("failed")]
     sums: dict[str, int | None] = {}
     for name in ("prompt_tokens", "tokens"):
@@ -370,8 +370,8 @@ def usage_of(records: Sequence[EvalRecord]) -> Usage:
 
 
 def callers(records: Sequence[EvalRecord]) -> list[CallerUse]:
-    """One entry a caller, those with the most drawn tokens first. An operator calls as
-    `.../Operator.instance`; one that called no model has an entry of its own at the end."""
+    """One entry per caller, most sampled tokens first. An operator's caller is
+    `.../Operator.instance`; operators that called no model come last, with outcomes only."""
     by_caller: dict[str, list[dict[str, Any]]] = defaultdict(list)
     rollouts: Counter[str] = Counter()
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
@@ -400,8 +400,8 @@ def callers(records: Sequence[EvalRecord]) -> list[CallerUse]:
 
 
 def cost(records: Sequence[EvalRecord], price: Price | None) -> Cost:
-    """What the rollouts cost. `price` is that of the evaluated model (None: unknown), whose noted
-    costs are passed over: all its calls are in the records, only those of our clients noted."""
+    """The cost of the rollouts. `price` is the evaluated model's (None: unknown). Its cost comes
+    from the recorded calls, as its cost metrics cover only calls through our clients."""
     by_role: dict[str, float] = defaultdict(float)
     unknown: set[str] = set()
     for record in records:
@@ -420,5 +420,5 @@ def cost(records: Sequence[EvalRecord], price: Price | None) -> Cost:
 
 
 def per_solved(amount: float | None, solved: int) -> float | None:
-    """`amount` for each solved rollout, failed attempts included; None if none was solved."""
+    """`amount` per solved rollout; None if the amount is unknown or no rollout solved its task."""
     return amount / solved if amount is not None and solved else None

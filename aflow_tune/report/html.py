@@ -1,8 +1,7 @@
-"""The pages of a run and of a chain of stages: `report.html` in their folders, and what is printed
-at the end.
+"""Writes `report.html` of a run or of a chain of stages, and the summary printed at the end.
 
-A run's page shows whether it learned, and what changed. A chain's page puts the held-out scores of
-its stages side by side; it reads `chain.json` and each stage's own files.
+A run's page shows whether it learned, and what changed. A chain's page compares the held-out scores
+of its stages; it reads `chain.json` and each stage's files.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from aflow_tune.report.writer import (
 REPORT_NAME = "report.html"
 CHAIN_FILE = "chain.json"
 COUNTS_FILE = "harvest.json"
-"""What a harvest leaves in its folder: the counts that its page shows."""
+"""The file with the counts of a harvest."""
 
 _FACTS = {
     "workflow": "workflow",
@@ -60,7 +59,7 @@ _MOST_ROWS = 12
 
 
 class _Read:
-    """What a run folder holds, read once for its page or its summary."""
+    """The contents of a run folder, read once for its page or its summary."""
 
     def __init__(self, run_dir: Path) -> None:
         self.lines = read_metrics(run_dir)
@@ -80,11 +79,11 @@ class _Read:
         self.nothing = "No held-out task set was evaluated twice: nothing was shown about learning."
         of_steps = {x.step: found for x in self.lines if (found := failure_counts(x.metrics))}
         self.failures = dict(sum(map(Counter, of_steps.values()), Counter()).most_common())
-        """Failed rollouts of the whole training by kind, most frequent first."""
+        """Failed rollouts of the training by kind, most frequent first."""
         places = {"merged": "export/merged", "adapter": "export/adapter", "monitor": "monitor"}
         there = {name: run_dir / place for name, place in places.items()}
         self.places = {name: str(path) if path.exists() else "" for name, path in there.items()}
-        """What the run left for use, as paths; "" for what is not there."""
+        """Paths of the run's products; "" for those that do not exist."""
         steps = (path.name.removeprefix("global_step_") for path in run_dir.glob("global_step_*"))
         self.saved = sorted(int(step) for step in steps if step.isdigit())
 
@@ -93,8 +92,8 @@ def write_report(
     run_dir: Path, config: Mapping[str, Any] | None = None, changes: Sequence[Any] = ()
 ) -> Path:
     """Write the report of a run folder; returns its path. `config` is the flattened configuration
-    (secrets are masked, functions left out), `changes` what validation changed: objects with key,
-    before, after, why."""
+    (secrets are masked, functions left out), `changes` lists what validation changed, as objects
+    with key, before, after, why."""
     read = _Read(run_dir)
     settings = {
         str(key): plain_text(str(masked(str(key), value)))
@@ -102,7 +101,7 @@ def write_report(
         if not callable(value)
     }
     told = dict(settings)
-    if settings.get("mode") in ("bench", "harvest"):  # which never read it
+    if settings.get("mode") in ("bench", "harvest"):  # these modes do not use it
         told.pop("algorithm.algorithm_type", None)
     harvest = {}
     with contextlib.suppress(OSError, ValueError):
@@ -130,7 +129,7 @@ def write_report(
 
 
 def summary_text(run_dir: Path, report: Path) -> str:
-    """What is printed at the end of a run: the verdict, where things are, what to type next."""
+    """The text printed at the end of a run: verdicts, warnings, paths, a command for the curves."""
     read = _Read(run_dir)
     sentences = list(read.damage)
     for name, comparison in read.comparisons.items():
@@ -158,7 +157,7 @@ def summary_text(run_dir: Path, report: Path) -> str:
 
 
 def _steps_done(lines: Sequence[MetricsLine]) -> int:
-    """The last step that the trainer finished."""
+    """The last step that the trainer finished; 0 before the first."""
     return max((line.step for line in lines if is_training(line)), default=0)
 
 
@@ -178,18 +177,18 @@ def _measures(comparison: Comparison) -> list[tuple[str, Paired]]:
 
 
 def read_chain(folder: Path) -> tuple[list[dict[str, Any]], list[tuple[str, Comparison]]]:
-    """The stages of a chain, and for each task set that several stages evaluated the first
-    evaluation of the chain against its last. `scores` of a stage has a task set, its items, and
-    the mean score of its first and (None where there was one only) its last evaluation."""
+    """The stages of a chain, and for each task set that several stages evaluated, the chain's first
+    evaluation against its last. A stage's `scores` have the task set, its number of items, and the
+    mean scores of its first and its last evaluation (None if there was only one)."""
     lines = []
     of_chain: dict[str, list[tuple[str, Evaluation]]] = defaultdict(list)
     for entry in json.loads((folder / CHAIN_FILE).read_text("utf-8"))["stages"]:
         place, target = folder / entry["name"], int(entry.get("target") or 0)
         model, seconds = Path(str(entry.get("model") or "")), int(float(entry.get("seconds") or 0))
-        if model.is_relative_to(folder.resolve()):  # one that an earlier stage left
+        if model.is_relative_to(folder.resolve()):  # the output of an earlier stage
             model = model.relative_to(folder.resolve())
         evaluations: dict[str, dict[int, Evaluation]] = {}
-        with contextlib.suppress(ValueError):  # damaged records: the stage's own report says so
+        with contextlib.suppress(ValueError):  # the stage's own report tells of damaged records
             evaluations = load_evaluations(place)
         scores = []
         for name, steps in evaluations.items():
@@ -225,7 +224,7 @@ def write_chain_report(folder: Path) -> Path:
 
 
 def chain_summary(folder: Path, report: Path) -> str:
-    """What is printed at the end of a chain."""
+    """The text printed at the end of a chain."""
     stages, compared = read_chain(folder)
     table = []
     for line in stages:

@@ -29,8 +29,7 @@ _SHOWN = {
     **{code: f"\\u{code:04x}" for code in (*range(0x80, 0xA0), *_REORDERING)},
     **{code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)},
 }
-"""Unicode's pictures of control characters; escapes for bidirectional controls and lone
-surrogates."""
+"""Pictures of control characters; escapes for bidirectional controls and lone surrogates."""
 
 
 def write_page(path: Path, template: str, **content: Any) -> Path:

@@ -1,9 +1,9 @@
-"""What a person sees while a run goes on: a live panel, or plain lines.
+"""Shows the progress of a run: a live panel, or plain lines.
 
-`RunFollower` keeps the state of a run by reading what is new in `metrics.jsonl`, the evaluation
-records, so it works for every engine. `Panel` lives in the command's process and
-only reads: on a terminal it redraws itself in place; in a notebook, a pipe or a log it prints one
-line for each event. Nothing that goes wrong here, a closed terminal included, may harm the run.
+`RunFollower` keeps the state of a run by reading what is new in `metrics.jsonl` and the evaluation
+records, so it works for every engine. `Panel` runs in the command's process and only reads: on a
+terminal it redraws itself in place; in a notebook, a pipe or a log it prints one line per event.
+Errors here, such as a closed terminal, must not affect the run.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from aflow_tune.report.statistics import mean
 _RECENT_STEPS = 10
 _INTERVAL_SECONDS = 0.5
 _SIGN_OF_LIFE_SECONDS = 30.0
-"""How often a log says how far a long evaluation is."""
+"""Time between two lines about the progress of a long evaluation, in a log."""
 _CHATTY = ("rolling out", "training")
-"""Phases that change twice a step: a log has a line for each step already."""
+"""Phases that a log leaves out: they change in every step, which has its own line."""
 _SPEED, _LOSS = "speed", "loss"
 _SHOWN = (REWARD, VALID_GRAPHS, *GROUP_HEALTH.values())
 
@@ -45,14 +45,14 @@ _SHOWN = (REWARD, VALID_GRAPHS, *GROUP_HEALTH.values())
 class RunFollower:
     """The state of a run; each `update()` reads only what is new.
 
-    `now` has what is known of the step under way by the names of metrics, `steps` the same for
-    each step that was trained, with the time it ended (seconds since the epoch) and its failures
-    by kind. `held_out` has the mean score of each finished evaluation by task set and step,
-    `evaluating` how many items of the one under way are done (0: there is none).
+    `now` holds the latest metrics by name; `steps` has for each trained step the time it ended
+    (seconds since the epoch), its metrics, and its failures by kind. `held_out` has for each task
+    set (step, mean score) of the finished evaluations, `evaluating` the number of items that the
+    evaluation under way has records of (0: there is none).
 
     Args:
-        since: evaluations not written to after this time (seconds since the epoch) are not
-            under way, only left over from a run that was killed.
+        since: unfinished evaluations that were not written to after this time (seconds since the
+            epoch) are leftovers of a killed run.
     """
 
     def __init__(self, run_dir: Path, since: float = 0.0) -> None:
@@ -73,7 +73,7 @@ class RunFollower:
 
     @property
     def step(self) -> int:
-        """The last step that was trained."""
+        """The last trained step; 0 before the first."""
         return max(self.steps, default=0)
 
     @property
@@ -107,7 +107,7 @@ class RunFollower:
         if is_training(line) and step > 0:
             for name in [name for name in LOSS if name in metrics][:1]:
                 self.now[_LOSS] = metrics[name]
-            # The next step may be rolled out by now.
+            # `now` may already hold the reward of the next step.
             of_step = {REWARD: self.rewards[step]} if step in self.rewards else {}
             self.steps[step] = line.time, self.now | of_step, self._failures.get(step, {})
 
@@ -138,8 +138,8 @@ class Panel:
     """`with Panel(run_dir, total_steps) as panel: panel.phase("rolling out")`.
 
     Args:
-        total_steps: the step that the run will end at.
-        console: where to draw; None for standard output.
+        total_steps: the last step of the run.
+        console: a `rich.console.Console`; None: standard output.
     """
 
     def __init__(self, run_dir: Path, total_steps: int, console: Any = None) -> None:
@@ -158,13 +158,13 @@ class Panel:
         self._thread = threading.Thread(target=self._follow, name="panel", daemon=True)
 
     def phase(self, text: str) -> None:
-        """Say what is going on now."""
+        """Set the current phase, and print it where there is no live panel."""
         self._phase = text
         if self.live is None and text not in _CHATTY:
             self._print(text)
 
     def __enter__(self) -> Panel:
-        with _harmless():  # what a resumed run logged before is not news
+        with _harmless():  # do not print what a resumed run logged before
             run = self._run.update()
             self._printed |= {("step", step) for step in run.steps}
             self._printed |= {(name, step) for name, of in run.held_out.items() for step, _ in of}
@@ -176,7 +176,7 @@ class Panel:
                 live = Live(console=console, refresh_per_second=4, transient=False)
                 live.start()
                 self.live = live
-        with contextlib.suppress(RuntimeError):  # no more threads: the final state is still shown
+        with contextlib.suppress(RuntimeError):  # no thread: the final state is still shown
             self._thread.start()
         return self
 
@@ -206,13 +206,13 @@ class Panel:
                 self._print_lines()
 
     def _left(self) -> str:
-        """The time left; "" where it is not known."""
+        """A text with the time left; "" if unknown."""
         ended = {step: at for step, (at, *_) in self._run.steps.items() if at >= self._began}
         seconds = seconds_left(ended, self.total, time.time())
         return "" if seconds is None else f", about {clock(seconds)} left"
 
     def _now(self) -> str:
-        """The phase, with what the files tell beyond it."""
+        """The phase, made more precise from the files."""
         run = self._run
         if run.evaluating:
             return f"evaluating: {run.evaluating} items done"
@@ -222,7 +222,7 @@ class Panel:
         return self._phase
 
     def render(self) -> Any:
-        """The panel as it stands."""
+        """The live panel as a rich renderable."""
         from rich.panel import Panel as Box
         from rich.table import Table
         from rich.text import Text
@@ -254,7 +254,7 @@ class Panel:
     def _figures(
         self, metrics: Mapping[str, float], failures: Mapping[str, float]
     ) -> Iterator[tuple[str, str]]:
-        """Labels and texts of what is known at a step; the first is reward or loss."""
+        """Labels and texts of the figures of a step; the first is reward or loss."""
         health = {kind: metrics[name] for kind, name in GROUP_HEALTH.items() if name in metrics}
         shares = ", ".join(f"{share:.0%} {kind}" for kind, share in health.items())
         if REWARD not in metrics and _LOSS in metrics:
@@ -289,8 +289,8 @@ class Panel:
 
 
 def seconds_left(ended: Mapping[int, float], total: int, now: float) -> float | None:
-    """From the mean time of the latest steps, evaluations between them included; None before two
-    or after the last. `ended`: when each step ended, in seconds since the epoch."""
+    """The time left, by the mean time of the latest steps, including evaluations between them; None
+    before two steps and after the last. `ended`, `now`: seconds since the epoch."""
     done = sorted(ended)[-_RECENT_STEPS - 1 :]
     if len(done) < 2 or done[-1] >= total:
         return None
@@ -307,6 +307,6 @@ def clock(seconds: float) -> str:
 
 
 def _harmless() -> contextlib.suppress:
-    """Keeps what goes wrong in showing from the run. SystemExit is what rich raises when the reader
-    of a pipe went away (`aflow-tune ... | head`)."""
+    """Suppresses errors of the display. rich raises SystemExit if the reader of a pipe is gone
+    (`aflow-tune ... | head`)."""
     return contextlib.suppress(Exception, SystemExit)

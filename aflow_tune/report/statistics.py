@@ -1,11 +1,11 @@
-"""How sure a difference is: paired t interval, exact sign test, Wilson interval.
+"""Statistics of evaluations: t interval, exact sign test, Wilson interval, pass@k.
 
-Held-out items are the unit: the rollouts of an item share its difficulty, so they are averaged
+The unit is the held-out item: the rollouts of an item share its difficulty, so they are averaged
 first, and before and after are paired by item.
 
-The t interval (Student, Biometrika 6, 1908) is good from `SMALL_SAMPLE` items on and draws no
+The t interval (Student, Biometrika 6, 1908) is adequate from `SMALL_SAMPLE` items on and draws no
 random numbers; below that the exact sign test has to agree. Not covered: the interval has no width
-where all items changed by the same amount, and nothing corrects for looking at many steps.
+if all items changed by the same amount, and nothing corrects for looking at many steps.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from statistics import fmean as mean
 
 CONFIDENCE = 0.95
 SMALL_SAMPLE = 30
-"""Fewer items than this need the exact sign test beside the t interval."""
+"""Below this number of items the exact sign test has to confirm the t interval."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its interval; `low` and `high` are None together."""
+    """A mean of `count` values with its interval; `low` and `high` are None together."""
 
     mean: float
     low: float | None
@@ -42,7 +42,7 @@ class Interval:
 
 
 def standard_deviation(values: Sequence[float]) -> float | None:
-    """The sample's standard deviation, with n - 1; None for fewer than two values."""
+    """The sample standard deviation (n - 1); None for fewer than two values."""
     if len(values) < 2:
         return None
     centre = mean(values)
@@ -50,8 +50,8 @@ def standard_deviation(values: Sequence[float]) -> float | None:
 
 
 def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-    """The mean with its t interval: mean +- t(n - 1) * s / sqrt(n). Raises ValueError for no
-    values."""
+    """The mean with its t interval, mean +- t(n - 1) * s / sqrt(n); no bounds for one value.
+    Raises ValueError: there are no values."""
     centre, deviation, count = mean(values), standard_deviation(values), len(values)
     if deviation is None:
         return Interval(centre, None, None, count)
@@ -60,9 +60,9 @@ def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> In
 
 
 def share_or_mean_interval(values: Sequence[float], *, shares: bool = False) -> Interval | None:
-    """The mean with its interval: Wilson's where every value is 0 or 1, else the t interval.
+    """The mean with its interval: Wilson's if every value is 0 or 1, else the t interval.
 
-    `shares`: the values lie between 0 and 1, so the bounds must. None for no values.
+    `shares`: the values are in [0, 1], so the bounds are clipped to it. None without values.
     """
     if not values:
         return None
@@ -76,7 +76,7 @@ def share_or_mean_interval(values: Sequence[float], *, shares: bool = False) -> 
 
 
 def pass_at_k(samples: int, solved: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of `k` samples solves a task.
+    """Unbiased estimate of the probability that at least one of `k` samples solves a task.
 
     1 - C(n - c, k) / C(n, k) for c of n samples solved (Chen et al., "Evaluating Large Language
     Models Trained on Code", arXiv:2107.03374, equation 1). Raises ValueError unless 1 <= k <= n
@@ -90,9 +90,9 @@ def pass_at_k(samples: int, solved: int, k: int) -> float:
 def rise(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
     """Mean of the second half of a series minus that of the first, with Welch's interval.
 
-    A middle value is left out. The degrees of freedom are those of one half, which is never
-    narrower than Welch's own (Biometrika 34, 1947). None for fewer than four values. Not covered:
-    neighbouring steps depend on each other.
+    A middle value is left out. The degrees of freedom are those of one half, so the interval is
+    never narrower than Welch's own (Biometrika 34, 1947). None for fewer than four values. Not
+    covered: neighbouring steps depend on each other.
     """
     half = len(values) // 2
     if half < 2:
@@ -107,13 +107,13 @@ def rise(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval | 
 def paired_difference(
     before: Sequence[float], after: Sequence[float], confidence: float = CONFIDENCE
 ) -> Interval:
-    """The mean of after - before, item by item, with its t interval. Raises ValueError if the
+    """The mean of after - before, paired by position, with its t interval. Raises ValueError: the
     lengths differ or there are no items."""
     return mean_interval([b - a for a, b in zip(before, after, strict=True)], confidence)
 
 
 def sign_test(differences: Sequence[float]) -> float:
-    """Two-sided p-value that rises and falls are equally likely; unchanged items do not count.
+    """Two-sided p-value of 'rises and falls are equally likely'; unchanged items do not count.
 
     Exact, from the binomial distribution (Dixon and Mood, JASA 41, 1946); for right-or-wrong
     scores it is McNemar's exact test. 1.0 where nothing changed.
@@ -128,7 +128,7 @@ def sign_test(differences: Sequence[float]) -> float:
 def wilson_interval(
     successes: int, count: int, confidence: float = CONFIDENCE
 ) -> tuple[float, float]:
-    """Interval of a share (Wilson, JASA 22, 1927), right near 0 and 1 too; 0 to 1 for no count."""
+    """Interval of a share (Wilson, JASA 22, 1927), valid near 0 and 1; (0, 1) if `count` is 0."""
     if count == 0:
         return 0.0, 1.0
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
@@ -145,9 +145,9 @@ def wilson_interval(
 @functools.cache
 def t_quantile(probability: float, degrees: int) -> float:
     """Quantile of Student's t distribution, by bisection of its distribution function; above
-    10,000 degrees by the expansion from the normal one (Abramowitz and Stegun 26.7.5), whose
-    error is then below 1e-10. Raises ValueError for a probability outside (0, 1) or no degree of
-    freedom."""
+    10,000 degrees by the expansion around the normal quantile (Abramowitz and Stegun 26.7.5), whose
+    error is then below 1e-10. Raises ValueError: the probability is outside (0, 1), or there is no
+    degree of freedom."""
     if not 0 < probability < 1 or degrees < 1:
         raise ValueError(f"no t quantile at {probability} with {degrees} degrees of freedom")
     if probability < 0.5:

@@ -1,11 +1,11 @@
-"""A policy that writes workflows, in the report: its records, what is counted, and warnings.
+"""The report's section on a policy that writes workflows: records, statistics and warnings.
 
-The writer's workflow keeps one record a rollout under `writer` (`aflow_tune.context.keep`): in
+The writer's workflow keeps one record per rollout under `writer` (`aflow_tune.context.keep`): in
 `rollouts/` for training, in the evaluation records for held-out tasks.
 
-A record holds what a model wrote, so nothing in it is trusted: a field of another type counts as
-absent, texts are cut, a record that does not say whether its graph was valid is passed over. A
-graph is drawn from its code, which is parsed and never run; escaping is the template's.
+A record contains what a model wrote, so nothing in it is trusted: a field of a wrong type counts as
+missing, texts are cut, and a record without the field `valid` is ignored. A graph is drawn from its
+code, which is parsed and never run; the template escapes texts.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from aflow_tune.report.statistics import (
 from aflow_tune.writer.types import Level
 
 KEPT = "writer"
-"""The name under which the writer's workflow keeps its record."""
+"""The key of the record in what a rollout kept."""
 ENDS = 5
-"""Steps at each end of training that are compared; of a short training, half of them each."""
+"""Steps at each end of training that are compared; in a short training half of its steps."""
 WRITER_CHECKS = (
     "valid graphs becoming fewer",
     "fallbacks that earn what clean rollouts earn",
@@ -55,7 +55,7 @@ MOST_NODES = 40
 _MOST_CODE, _MOST_PROMPT, _MOST_TEXT, _MOST_NAME = 20_000, 4_000, 2_000, 60
 _MOST_KEY, _MOST_ENTRIES = 400, 30
 _MOST_ROWS = 6
-"""Structures and kinds of refusals in the table."""
+"""Rows for structures, and for kinds of refusals, in the table."""
 _NO_MODEL = ("model_failed", "sandbox_unavailable")
 _LEVELS = {
     Level.CLEAN: "the graph as written",
@@ -86,21 +86,21 @@ def _number(value: Any) -> float | None:
 
 
 def _whole(value: Any) -> int | None:
-    """A count: whole and not negative, of a size that can be shown."""
+    """A count, an integer in [0, 1e15); None for anything else."""
     number = _number(value)
     whole = number is not None and number == int(number) and 0 <= number < 1e15
     return int(value) if whole else None
 
 
 def _key(value: Any) -> str | None:
-    """A structure's key; a long one is cut and told apart by a hash."""
+    """A structure's key; a long one is cut, and a hash added."""
     if not isinstance(value, str) or len(value) <= _MOST_KEY:
         return value if isinstance(value, str) else None
     return f"{value[:_MOST_KEY]} {hashlib.sha256(value.encode(errors='replace')).hexdigest()[:12]}"
 
 
 def _entries(read: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
-    """Reads those of the first entries of a mapping that can be read."""
+    """A reader of mappings: the first `_MOST_ENTRIES` entries, without unreadable values."""
 
     def entries(value: Any) -> dict[str, Any]:
         listed = list(value.items())[:_MOST_ENTRIES] if isinstance(value, Mapping) else []
@@ -121,16 +121,16 @@ def _refusals(value: Any) -> list[tuple[str, str]]:
 
 
 def _by(read: Callable[[Any], Any]) -> Any:
-    """A field of a record, and how it is read from whatever stands there."""
+    """A dataclass field with the reader that converts the untrusted value."""
     return field(metadata={"read": read})
 
 
 @dataclass(frozen=True)
 class WriterRollout:
-    """One rollout of the writer, as its record tells it.
+    """One rollout of the writer, from its record.
 
-    `task` is the task set (for training the step) and the task's number in it, `level` a `Level`,
-    `refusals` are kinds with messages, `text` is what the policy wrote where no code could be read.
+    `task` is the task set (in training the step) and the task's number in it, `level` a `Level`,
+    `refusals` are kinds with messages, `text` is what the policy wrote if no code could be read.
     """
 
     step: int
@@ -167,8 +167,8 @@ class WriterRecords:
     """All records of a run folder: of training by step, of held-out task sets by name and step.
 
     `first` and `last` are the two ends of training (`first` is empty if there is one step),
-    `before` and `after` the first and last evaluations (`before` of task sets that were evaluated
-    twice). `latest` is the newest picture: the last evaluations, or else the last steps.
+    `before` and `after` the first and last evaluations (`before` only of task sets with more than
+    one). `latest` are the last evaluations, or else the last steps.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class WriterRecords:
 
 
 def load_writer(run_dir: Path, evaluations: Evaluations) -> WriterRecords | None:
-    """The writer's records of a run folder; None where no rollout kept one."""
+    """The writer's records of a run folder; None if there are none."""
     training: dict[int, list[WriterRollout]] = defaultdict(list)
     for kept in read_rollouts(run_dir):
         task = (f"step {kept.step}", kept.task)
@@ -211,7 +211,7 @@ def load_writer(run_dir: Path, evaluations: Evaluations) -> WriterRecords | None
 def read_rollout(
     kept: Any, step: int, task: tuple[str, int], reward: Any = None
 ) -> WriterRollout | None:
-    """The record in what a rollout kept; None where none says whether its graph was valid."""
+    """The record in what a rollout kept; None if there is none with a field `valid`."""
     raw = kept.get(KEPT) if isinstance(kept, Mapping) else None
     if not isinstance(raw, Mapping) or not isinstance(raw.get("valid"), bool):
         return None
@@ -223,12 +223,12 @@ def read_rollout(
 
 
 class Numbers:
-    """What is counted of some rollouts, of which there is at least one.
+    """Statistics of one or more rollouts.
 
-    Intervals are over tasks, the rollouts of a task being averaged first. `levels`, `fallbacks` and
+    Intervals are over tasks; the rollouts of a task are averaged first. `levels`, `fallbacks` and
     `refusals` (by kind) are shares of the rollouts, `structures` counts valid graphs, `shares` are
-    theirs. `clean_score` counts a fallback's answer as 0. The cost of a solved task is what all
-    rollouts spent on executing for each that scored 1.
+    shares of these. `clean_score` counts a fallback's answer as 0. `usd_per_solved` and
+    `tokens_per_solved` divide the executor's spend in all rollouts by the number that scored 1.
     """
 
     def __init__(self, rollouts: Rollouts) -> None:
@@ -264,7 +264,7 @@ def is_valid(rollout: WriterRollout) -> float:
 
 
 def structures_of(rollouts: Rollouts) -> Counter[str]:
-    """How many valid graphs have which structure."""
+    """The number of valid graphs of each structure."""
     return Counter(r.structure for r in rollouts if r.valid and r.structure)
 
 
@@ -277,7 +277,7 @@ def steps_told(rollouts: Rollouts) -> str:
 def task_means(
     rollouts: Rollouts, value: Callable[[WriterRollout], float | None]
 ) -> dict[tuple[str, int], float]:
-    """The mean of a value over the rollouts of each task that has it."""
+    """The mean of a value over the rollouts of each task; tasks without a value are left out."""
     by_task: dict[tuple[str, int], list[float]] = defaultdict(list)
     for rollout in rollouts:
         found = value(rollout)
@@ -297,8 +297,8 @@ def task_interval(
 
 
 def audit_writer(records: WriterRecords, evaluations: Evaluations) -> Iterator[Finding]:
-    """All warnings about the writer's records, as in `audit.py`: where chance is an unlikely
-    reason. `evaluations` tell what their operators did."""
+    """All warnings about the writer's records, by the criteria of `audit.py`. `evaluations` provide
+    the outcomes of operators."""
     fewer, earning, one_structure, executor = WRITER_CHECKS
     falls = []
     intervals = [task_interval(rollouts, is_valid) for rollouts in records.training.values()]
@@ -317,7 +317,7 @@ def audit_writer(records: WriterRecords, evaluations: Evaluations) -> Iterator[F
                 "The refusals by kind say what the policy began to do wrong. Use earlier weights, "
                 "a lower learning rate or a stronger KL term.",
             )
-    # No matter of chance: the reward of this package keeps clean rollouts and fallbacks apart.
+    # No test needed: by this package's reward, no fallback reaches a clean rollout.
     for where, steps in {"training": records.training, **records.held_out}.items():
         known = [
             (r.clean, r.reward)
@@ -344,7 +344,7 @@ def audit_writer(records: WriterRecords, evaluations: Evaluations) -> Iterator[F
     graphs = structures_of(latest)
     same = max(graphs.values(), default=0)
     unrewarded = sum(rollout.reward is None for rollout in latest)
-    # Warned of where the share is certainly (Wilson, 95%) larger than allowed, of enough cases.
+    # Warn if there are enough cases and the 95% Wilson interval is above the allowed share.
     cases: tuple[tuple[str, int, int, int, float, str, str], ...] = (
         (
             *(one_structure, same, graphs.total(), 20, 0.9),
@@ -372,11 +372,11 @@ def audit_writer(records: WriterRecords, evaluations: Evaluations) -> Iterator[F
             yield Finding(check, found, cure)
 
 
-# What is shown
+# The section of the page
 
 
 def writer_section(records: WriterRecords) -> dict[str, Any]:
-    """What `writer.html.jinja` shows: one table, one chart, and examples."""
+    """The variables of `writer.html.jinja`: one table, one chart, and examples."""
     ends = {"training": (records.first, records.last), "held-out": (records.before, records.after)}
     phases = [(kind, rollouts) for kind, both in ends.items() for rollouts in both if rollouts]
     held_out = []  # valid graphs before and after, on the same tasks
@@ -403,7 +403,7 @@ def writer_section(records: WriterRecords) -> dict[str, Any]:
 
 
 def _rows(phases: Sequence[Numbers]) -> list[tuple[str, list[str]]]:
-    """The table of numbers: labels, each with a text for each phase."""
+    """The rows of the table: a label, and a text for each phase."""
 
     def told(found: Interval | None) -> str:
         return found.text() if found else ""
@@ -443,7 +443,7 @@ def _rows(phases: Sequence[Numbers]) -> list[tuple[str, list[str]]]:
 
 def examples(rollouts: Rollouts) -> list[dict[str, Any]]:
     """A rollout with a graph of the most frequent structure, and one with the most frequent
-    refusal; of each kind the one in the middle by reward."""
+    refusal; of each kind the one with the median reward."""
     kinds: dict[str, dict[str, list[WriterRollout]]] = {
         "A graph of the most frequent structure": defaultdict(list),
         "A graph with the most frequent refusal": defaultdict(list),
@@ -465,7 +465,7 @@ def examples(rollouts: Rollouts) -> list[dict[str, Any]]:
 
 
 def summary_line(records: WriterRecords) -> str:
-    """For the end of a run: valid graphs, fallbacks and distinct structures, before and now."""
+    """One line for the end of a run: valid graphs, fallbacks, structures, before and after."""
     earliest = records.before if records.after else records.first
     told = []
     for rollouts in filter(None, (earliest, records.latest)):
@@ -479,14 +479,14 @@ def summary_line(records: WriterRecords) -> str:
 
 
 def drawing_of(code: str, operators: Collection[str] = (), name: str = "graph") -> str:
-    """The drawing of the graph of this code; "" where there is nothing that could be drawn.
+    """The graph of this code as inline SVG; "" if it cannot be drawn.
 
-    An element tree escapes every text. The drawing's own style and background are taken out: the
-    page's style gives it the colours of light and dark, and a style would reach the whole page.
+    ElementTree escapes every text. The drawing's own style and background are removed: the page has
+    styles for light and dark, and an inline style would apply to the whole page.
 
     Args:
-        operators: names of operators beside the registry's that the code may use.
-        name: unlike that of any other drawing of the page.
+        operators: names of operators, besides the registry's, that the code may use.
+        name: unique among the drawings of the page.
     """
     if not code or len(code) >= _MOST_CODE:
         return ""
