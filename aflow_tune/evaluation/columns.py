@@ -236,7 +236,9 @@ def _find_side(
         return replace(base, name=f"{BASE}, {folder.name}", graph=folder)
     if served:
         known = Side(name, served_model=name)
-        return known if name in served else "no model that --endpoint serves"
+        on_disk = name in ("last", "best") or name.isdigit() or path.is_dir()
+        found = "weights on disk, which" if on_disk else "a name that"
+        return known if name in served else f"{found} --endpoint does not serve"
     if name == "last" and saved:
         return _of_run(saved[-1], "last")
     if name == "best" and saved:

@@ -188,7 +188,7 @@ class Batch:
             async with asyncio.TaskGroup() as group:
                 for key in left:
                     group.create_task(one(*key))
-        except* Exception as errors:
+        except ExceptionGroup as errors:
             first = errors.exceptions[0]
             told = f"the evaluation met an error: {type(first).__name__}: {first}"
             raise RunFailed(told) from first

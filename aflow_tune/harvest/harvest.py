@@ -172,7 +172,7 @@ class Harvest:
             async with asyncio.TaskGroup() as group:
                 for problem in self.problems:
                     group.create_task(one(problem))
-        except* Exception as errors:
+        except ExceptionGroup as errors:
             # The first error cancelled all others; an exception group would hide its type.
             raise errors.exceptions[0] from None
 
