@@ -69,7 +69,8 @@ def test_the_answer_is_what_solve_returns_or_else_prints(code: str, output: str)
 )
 def test_failures_are_fed_back_and_mended(broken: str, told: str) -> None:
     good = "def solve():\n    return 'mended'"
-    result, model, trace = program(broken, good, limits=Limits(seconds=3, memory_mb=256))
+    limits = Limits(seconds=60, cpu_seconds=2, memory_mb=256)
+    result, model, trace = program(broken, good, limits=limits)
     assert result == {"code": good, "output": "mended"}
     assert result.outcome == "repaired"
     asked = str(model.asked[1].messages[0]["content"])
@@ -119,7 +120,7 @@ def test_a_solution_passes_only_by_its_tests(
     solution: str, replies: list[str], cases: Any, expected: str, outcome: str, calls: int
 ) -> None:
     model = ScriptedModel([fenced(reply) for reply in replies])
-    operator = Test(model, tests=cases, limits=Limits(seconds=5))
+    operator = Test(model, tests=cases, limits=Limits(seconds=60))
     result = asyncio.run(operator("Add.", solution, "add"))
     assert result == {"result": outcome in ("answered", "repaired"), "solution": expected}
     assert (result.outcome, result.attempts, len(model.asked)) == (outcome, calls, calls)

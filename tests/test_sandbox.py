@@ -325,9 +325,10 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def test_packages_work_where_they_were_asked_for(backend: str) -> None:
-    execution = run_program_sync(USES, policy=f"{backend}+numpy+sympy")
+    execution = run_program_sync(USES, policy=f"{backend}+numpy+sympy", limits=AMPLE)
     assert execution.stdout == "9 6.0\n200.0\n", execution.stderr
-    assert "No module named 'numpy'" in run_program_sync(USES, policy=backend).stderr
+    execution = run_program_sync(USES, policy=backend, limits=AMPLE)
+    assert "No module named 'numpy'" in execution.stderr
 
 
 def test_nothing_else_of_the_installed_packages_is_there(backend: str) -> None:
@@ -348,7 +349,7 @@ attempt(lambda: set(os.listdir({str(site)!r})) - {{"numpy", "numpy.libs"}} or 1 
 attempt(open, os.path.join(os.path.dirname(numpy.__file__), "mine.py"), "w")
 print(found)
 """.replace("(ImportError, OSError)", "(ImportError, OSError, ZeroDivisionError)")
-    assert run_program_sync(program, policy=f"{backend}+numpy").stdout == "[]\n"
+    assert run_program_sync(program, policy=f"{backend}+numpy", limits=AMPLE).stdout == "[]\n"
 
 
 def test_root_may_keep_packages_in_a_folder_that_others_may_not_enter(
@@ -363,7 +364,8 @@ def test_root_may_keep_packages_in_a_folder_that_others_may_not_enter(
         (package / "__init__.py").write_text("VALUE = 41\n")
         monkeypatch.syspath_prepend(folder)
         program = f"import {package.name} as closed\nprint(closed.VALUE + 1)"
-        execution = run_program_sync(program, policy=f"{backend}+{package.name}")
+        policy = f"{backend}+{package.name}"
+        execution = run_program_sync(program, policy=policy, limits=AMPLE)
     assert execution.stdout == "42\n", execution.stderr
 
 

@@ -370,7 +370,7 @@ def test_disk_bombs_are_held_and_leave_nothing(backend: str, name: str) -> None:
     mark = secrets.token_hex(8)
     told = f"import os\nopen({mark!r}, 'w').close()\nprint(os.getcwd(), flush=True)\n"
     with Watcher(newly_below(written_by)) as watcher:
-        ended = run(backend, told + DISK_BOMBS[name], disk_mb=32, seconds=60)
+        ended = run(backend, told + DISK_BOMBS[name], disk_mb=32, seconds=300)
     assert ended.ending is Ending.FAILED
     assert ended.limits_hit == ("disk_mb",)
     assert watcher.most < 3000  # MB; who holds it may have to wait for a core

@@ -37,6 +37,7 @@ def load(folder: Path, source: str) -> Any:
     path = folder / f"user_{next(numbers)}.py"
     path.write_text(source)
     sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()  # the folder's time may be that of the file before
     try:
         return importlib.import_module(path.stem)
     finally:
