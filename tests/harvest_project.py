@@ -79,7 +79,7 @@ checkpoint_root_dir: {root}/runs
 seed: 3
 local: {{max_batch: 4}}
 model: {{model_path: nobody/no-such-model, max_model_len: 4096, max_response_tokens: 512}}
-writer: {{executor: executor, operators: [Custom, Programmer], benchmark: gsm8k, timeout: 30}}
+writer: {{executor: executor, operators: [Custom, Programmer], benchmark: gsm8k, timeout: 120}}
 harvest: {{templates: {root}/templates, per_structure: null}}
 models:
   executor:
