@@ -163,7 +163,9 @@ def _wait_for(
 def _free_ports() -> Iterator[int]:
     """Ports that nobody has, each once: above those of Ray's workers, and below those that the
     system gives to anybody's connections before a node gets as far as listening."""
-    for port in secrets.SystemRandom().sample(range(20_000, 32_000), 1000):
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 4  # each has ports of its own
+    first = 20_000 + 3_000 * worker
+    for port in secrets.SystemRandom().sample(range(first, first + 3_000), 1000):
         try:
             with socket.socket() as probe:
                 probe.bind(("", port))

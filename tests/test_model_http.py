@@ -104,7 +104,7 @@ FINAL = {
     "503": (Step(status=503), ModelFailure.SERVER),
     "cut": (Step(kind="cut"), ModelFailure.CONNECTION),
     "hang": (Step(kind="hang"), ModelFailure.TIMED_OUT),
-    "slow bytes": (Step(kind="drip"), ModelFailure.TIMED_OUT),
+    "slow bytes": (Step(kind="drip", body=b"x" * 5_000), ModelFailure.TIMED_OUT),
 }
 
 
@@ -112,7 +112,7 @@ FINAL = {
 def test_retries_end_in_an_error_that_says_why(
     make: Make, step: Step, failure: ModelFailure
 ) -> None:
-    seconds = 2.0 if failure is ModelFailure.TIMED_OUT else 60.0  # a request has to be there
+    seconds = 5.0 if failure is ModelFailure.TIMED_OUT else 60.0  # a request has to be there
     with FaultyServer(lambda *_: step) as server:
         error, event, spent = ask(make(server, retries=1, timeout=seconds))
         deadline = time.monotonic() + 60
