@@ -44,8 +44,9 @@ def tiny_tokenizer():
     return byte_tokenizer(CHATML_TEMPLATE)
 
 
-def write_tiny_model(folder: Path, *, seed: int = 0, heads: int = 4) -> Path:
-    """Save model, tokenizer and template into `folder`; return it."""
+def write_tiny_model(folder: Path, *, seed: int = 0, heads: int = 4, says: str = "") -> Path:
+    """Save model, tokenizer and template into `folder`; return it. `says`: characters that it
+    answers with, each about as often, nearly always."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -57,9 +58,9 @@ def write_tiny_model(folder: Path, *, seed: int = 0, heads: int = 4) -> Path:
         num_hidden_layers=2,
         num_attention_heads=heads,
         num_key_value_heads=heads // 2,
-        max_position_embeddings=1024,
+        max_position_embeddings=2048 if says else 1024,
         initializer_range=0.2,
-        tie_word_embeddings=True,
+        tie_word_embeddings=not says,
         bos_token_id=tokenizer.convert_tokens_to_ids("<|im_start|>"),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -67,6 +68,11 @@ def write_tiny_model(folder: Path, *, seed: int = 0, heads: int = 4) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
+    if says:  # one dimension outweighs all others, and leads to these tokens
+        with torch.no_grad():
+            model.model.embed_tokens.weight[:, 0] = 50.0
+            model.lm_head.weight.zero_()
+            model.lm_head.weight[tokenizer.convert_tokens_to_ids([*says]), 0] = 1.0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -5,8 +5,8 @@ concurrently, given other prompts, drawn, and written back. Loading executes non
 
 On disk, our form is a folder with `graph.py` and `prompts.json`, which maps the name of a prompt
 constant, an operator instance or an operator to its text (for an operator with several prompts, to
-an object of texts). AFlow's form is a `round_N` folder with `graph.py` and `prompt.py`. The two may
-be mixed; prompts.json wins.
+an object of texts); and perhaps `instructions.json` (`Graph.instructions`). AFlow's form is a
+`round_N` folder with `graph.py` and `prompt.py`. The two may be mixed; prompts.json wins.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from aflow_tune.trace import POLICY
 
 DEFAULT_DATASET = "custom"
 PROMPTS_FILE = "prompts.json"
+INSTRUCTIONS_FILE = "instructions.json"
 PromptText = str | Mapping[str, str]
 
 
@@ -242,18 +243,15 @@ def read_graph(
         raise BadInput.of(f"There is no graph at {path}.", label, "a graph", found, fix)
     faults: list[Fault] = []
     sources: dict[str, str] = {}
-    for name in (inside.GRAPH_FILE, inside.PROMPT_FILE, PROMPTS_FILE):
+    for name in (inside.GRAPH_FILE, inside.PROMPT_FILE, PROMPTS_FILE, INSTRUCTIONS_FILE):
         text = _text(folder / name, f"{label}/{name}", faults)
         sources |= {} if text is None else {name: text}
-    given: Any = {}
-    try:
-        given = json.loads(sources.pop(PROMPTS_FILE, "{}"))
-    except (ValueError, RecursionError) as error:
-        where = f"{label}/{PROMPTS_FILE}"
-        faults.append(Fault(where, "a JSON object", str(error), "correct the file"))
-    prompts, wrong = _checked_prompts(given, f"{label}/{PROMPTS_FILE}")
-    if faults + wrong:
-        raise BadInput(f"The graph at {path} cannot be read.", faults + wrong)
+    prompts, wrong = _read_prompts(sources, PROMPTS_FILE, label)
+    told, more = _read_prompts(sources, INSTRUCTIONS_FILE, label)
+    texts = {name: text for name, text in told.items() if isinstance(text, str)}
+    faults += [*wrong, *more]
+    if faults:
+        raise BadInput(f"The graph at {path} cannot be read.", faults)
     source = sources[inside.GRAPH_FILE]
     # Data set and round: from the path of the folder, else from the imports of graph.py.
     resolved = folder.resolve()
@@ -263,7 +261,8 @@ def read_graph(
         named = re.search(r"import\s+[\w.]*?(\w+)\.workflows\w*\.", source)
         dataset, number = named and named[1], re.search(r"\.round_(\d+)\.prompt\b", source)
     round_number = number and int(number[1])
-    return Graph(label, sources, prompts, dataset, round_number, trust, dict(operators or {}))
+    own = dict(operators or {})
+    return Graph(label, sources, prompts, dataset, round_number, trust, own, texts)
 
 
 def _text(path: Path, label: str, faults: list[Fault]) -> str | None:
@@ -282,6 +281,17 @@ def _text(path: Path, label: str, faults: list[Fault]) -> str | None:
     expected = f"a file, no link, of at most {MAX_SOURCE_CHARS} characters in UTF-8"
     faults.append(Fault(label, expected, found, "put such a file there"))
     return None
+
+
+def _read_prompts(
+    sources: dict[str, str], name: str, label: str
+) -> tuple[dict[str, PromptText], list[Fault]]:
+    """Take a file of prompts out of `sources`: its texts, and its faults."""
+    try:
+        given = json.loads(sources.pop(name, "{}"))
+    except (ValueError, RecursionError) as error:
+        return {}, [Fault(f"{label}/{name}", "a JSON object", str(error), "correct the file")]
+    return _checked_prompts(given, f"{label}/{name}")
 
 
 def _checked_prompts(given: Any, where: str) -> tuple[dict[str, PromptText], list[Fault]]:

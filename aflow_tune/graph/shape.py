@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from aflow_tune.errors import Fault
 from aflow_tune.graph import inside
@@ -367,11 +368,24 @@ def _name_calls(
 _PASSED_OVER = (
     ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.type_ignore
 )  # fmt: skip
+_NO_CHILDREN = {
+    *(kind for base in _PASSED_OVER for kind in base.__subclasses__()),
+    str, int, float, complex, bytes, bool, type(None), type(...),
+}  # fmt: skip
+"""Types of what fields hold beside children: half of the time of an analysis is spent here."""
 
 
 def children(node: ast.AST) -> list[ast.AST]:
-    """The child nodes in source order, without `_PASSED_OVER`."""
-    return [item for item in ast.iter_child_nodes(node) if not isinstance(item, _PASSED_OVER)]
+    """The child nodes in the order of `ast.iter_child_nodes`, without `_PASSED_OVER`."""
+    found: list[ast.AST] = []
+    for name in node._fields:
+        value: Any = getattr(node, name, None)
+        kind = type(value)
+        if kind is list:
+            found += [item for item in value if type(item) not in _NO_CHILDREN]
+        elif kind not in _NO_CHILDREN:
+            found.append(value)
+    return found
 
 
 def walk(tree: ast.AST) -> list[ast.AST]:

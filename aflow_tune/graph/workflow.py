@@ -136,7 +136,10 @@ class GraphWorkflow(GraphFunction):
 
     async def __call__(self, task: Dict, model: TrinityChatModel) -> float:  # noqa: UP006
         """The reward of one rollout. Raises as `answer`; `Unscored`: the scorer cannot decide."""
-        run = await self.answer(task, model)
+        return await self.score_of(task, await self.answer(task, model))
+
+    async def score_of(self, task: Mapping[str, Any], run: GraphRun) -> float:
+        """The score of an execution's answer. Raises `Unscored`: the scorer cannot decide."""
         if self.score is not None:
             value = self.score(task, run.answer)
             return await value if isinstance(value, Awaitable) else value

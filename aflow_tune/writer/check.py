@@ -92,12 +92,30 @@ def check_graph_of(
     return Verdict(written, check.graph, check.refusals.in_order(), check.bound)
 
 
+def check_loaded(
+    graph: Graph,
+    *,
+    operators: Mapping[str, type[Operator]],
+    problem_type: str | None = None,
+    limits: CheckLimits | None = None,
+) -> Verdict:
+    """As `check_written`, for a graph with its prompts as it was loaded."""
+    written = Written(graph.sources[inside.GRAPH_FILE], graph.instructions)
+    check = _Check(written, operators, problem_type, limits or CheckLimits(), loaded=graph)
+    try:
+        check.all()
+    except (RecursionError, MemoryError):
+        check.too_large()
+    return Verdict(written, graph, check.refusals.in_order(), check.bound)
+
+
 @dataclass
 class _Check:
     written: Written
     operators: Mapping[str, type[Operator]]
     problem_type: str | None
     limits: CheckLimits
+    loaded: Graph | None = None
     refusals: Refusals = field(default_factory=Refusals)
     graph: Graph | None = None
     bound: Bound | None = None
@@ -112,7 +130,7 @@ class _Check:
         """Run every check. Fills in graph, bound and refusals."""
         if not self._is_python():
             return
-        self.graph = Graph(
+        self.graph = self.loaded or Graph(
             LABEL,
             {inside.GRAPH_FILE: self.written.code},
             operators=dict(self.operators),
@@ -126,7 +144,8 @@ class _Check:
         used: set[str] = set()
         worst: WorstCase | None = None
         if "__call__" in source.methods and self.graph.flow.complete:
-            used = CallCheck(source, self.graph.told, self.refusals).used_prompts
+            texts = {**shape.constants, **self.graph.constants, **self.graph.told}
+            used = CallCheck(source, texts, self.refusals).used_prompts
             worst = WorstCase(source, self.limits, self.refusals)
             self._answer(source)
         elif "__call__" in source.methods:

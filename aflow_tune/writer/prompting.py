@@ -64,7 +64,7 @@ def policy_messages(
     most += [f"{limits.tokens} tokens"] if limits.tokens is not None else []
     most += [f"{limits.usd:g} US dollars"] if limits.usd is not None else []
     values = {
-        "operators": "\n".join(_operator_line(kind, limits) for kind in operators.values()),
+        "operators": "\n".join(operator_line(kind, limits) for kind in operators.values()),
         "budget": f"At most {' and '.join(most)}.",
         "example": _example(tuple(sorted(operators.items())), problem_type, limits),
         "problem": problem,
@@ -82,7 +82,7 @@ def policy_messages(
     return messages
 
 
-def _operator_line(kind: type[Operator], limits: CheckLimits) -> str:
+def operator_line(kind: type[Operator], limits: CheckLimits) -> str:
     """An operator's call, result keys, worst-case model calls and description."""
     arguments = []
     for item in list(inspect.signature(kind.__call__).parameters.values())[1:]:

@@ -231,7 +231,7 @@ _ASK = (
     'Reply with a better workflow as one JSON object with "prompts" and "graph_code", or with '
     f"{KEEP} to stay with this one."
 )
-_BLAMELESS = frozenset(failure.value for failure in ModelFailure) - {ModelFailure.REFUSED.value}
+BLAMELESS = frozenset(failure.value for failure in ModelFailure) - {ModelFailure.REFUSED.value}
 """Model failures that are not the workflow's fault. A refused prompt may be too long."""
 _MARKS = {"data": ">", "carried": "~", "decides": "?"}
 
@@ -461,7 +461,7 @@ def raise_if_models_failed(result: TurnResult) -> None:
         why = ", ".join(sorted(kinds)) or "no answer in time"
         raise ExecutorFailed(f"no call of the executor was answered: {why}; {executed.why}")
     for attempt in executed.attempts if executed.level is not Level.CLEAN else ():
-        blameless = sorted(_BLAMELESS & set(attempt.run.failures))
+        blameless = sorted(BLAMELESS & set(attempt.run.failures))
         if blameless and not attempt.run.ok:
             raise ExecutorFailed(
                 f"calls of the executor failed ({', '.join(blameless)}), so the workflow "

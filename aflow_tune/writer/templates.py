@@ -107,7 +107,8 @@ _FIRST: Mapping[str, tuple[str, ...]] = {
     "qa": ("AnswerGenerate", "Custom", "Programmer"),
 }
 """By problem type: preferred operators for the answer, best first."""
-_PROBLEM = ("problem", "input", "question", "task")
+PROBLEM_ARGUMENTS = ("problem", "input", "question", "task")
+"""Names of an operator's argument that takes the problem."""
 _ANSWERS = ("answer", "output", "response", "solution")
 """Keys of a result that may hold the answer, best first."""
 
@@ -134,12 +135,12 @@ def straight_line(
     known, ranks = [name for name in named if name in operators], _FIRST.get(problem_type, ())
     # Stable: operators without a rank keep their order, after the others.
     known.sort(key=lambda name: ranks.index(name) if name in ranks else len(ranks))
-    have = {*_PROBLEM} | ({"entry_point"} if entry_point else set())
+    have = {*PROBLEM_ARGUMENTS} | ({"entry_point"} if entry_point else set())
     used: list[str] = []
     for name in known:  # the first that can answer a problem alone
-        takes, answers = _parameters(operators[name]), _answer_key(operators[name]) is not None
+        takes, answers = parameters_of(operators[name]), answer_key(operators[name]) is not None
         needed = {item for item, required in takes.items() if required}
-        if needed <= have and {*_PROBLEM} & {*takes} and answers:
+        if needed <= have and {*PROBLEM_ARGUMENTS} & {*takes} and answers:
             used = [name]
             break
     if not used:
@@ -150,15 +151,15 @@ def straight_line(
     own = {name: operators[name] for name in used}
     built, calls = "", ""
     for name, kind in own.items():
-        taken = [item for item in _parameters(kind) if item in have]
-        given = ", ".join(f"{n}={'problem' if n in _PROBLEM else n}" for n in taken)
-        built += f"\n        self.{_instance(name)} = operator.{name}(self.llm)"
-        call = f"await self.{_instance(name)}({given})"
-        calls += f"\n        solution = ({call})['{_answer_key(kind)}']"
+        taken = [item for item in parameters_of(kind) if item in have]
+        given = ", ".join(f"{n}={'problem' if n in PROBLEM_ARGUMENTS else n}" for n in taken)
+        built += f"\n        self.{instance_name(name)} = operator.{name}(self.llm)"
+        call = f"await self.{instance_name(name)}({given})"
+        calls += f"\n        solution = ({call})['{answer_key(kind)}']"
     code = _CODE.format(
         built=built[1:], line=calls[1:], entry_point=", entry_point" if entry_point else ""
     )
-    instances = {_instance(name): name for name in used}
+    instances = {instance_name(name): name for name in used}
     return Graph(
         "a straight line of " + ", ".join(used),
         {inside.GRAPH_FILE: code},
@@ -174,21 +175,24 @@ def default_instructions(
     return {
         instance: INSTRUCTIONS.get(problem_type, INSTRUCTIONS["math"])
         for instance, name in instances.items()
-        if name in operators and "instruction" in _parameters(operators[name])
+        if name in operators and "instruction" in parameters_of(operators[name])
     }
 
 
-def _parameters(kind: type[Operator]) -> dict[str, bool]:
+def parameters_of(kind: type[Operator]) -> dict[str, bool]:
+    """The parameters of a call of the operator by name, and whether each is required."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     items = list(inspect.signature(kind.__call__).parameters.values())[1:]
     return {item.name: item.default is item.empty for item in items if item.kind not in variable}
 
 
-def _answer_key(kind: type[Operator]) -> str | None:
+def answer_key(kind: type[Operator]) -> str | None:
+    """The key of its result that may hold an answer; None if there is none."""
     keys = tuple(kind.returns) or tuple(item.name for item in kind.fields)
     return next((key for key in _ANSWERS if key in keys), None)
 
 
-def _instance(name: str) -> str:
+def instance_name(name: str) -> str:
+    """The attribute of a workflow that holds its only instance of an operator."""
     lower = name.lower()
     return f"{lower}_" if keyword.iskeyword(lower) or lower == "llm" else lower
