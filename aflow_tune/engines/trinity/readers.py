@@ -6,6 +6,7 @@ of several task sets with exact shares; `FixedSample` selects part of a task set
 `Experiences` reads the data set of `mode: train` with Trinity's reader and formatters. Rows that
 the chat template refuses are reported before training starts; on the local engine rows longer than
 `model.max_model_len` are left out and reported (truncation would train answers without an end).
+Recorded rollouts are read by `training.off_policy.BatchFiles`.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from trinity.common.config import DataSelectorConfig, StorageConfig, TasksetConf
 from trinity.common.workflows import Task
 
 from aflow_tune.config.load import AflowConfig
+from aflow_tune.config.names import BATCH_FILES
 from aflow_tune.config.tasksets import experience_buffer, link_files, locate, on_cluster
 from aflow_tune.data.checks import source_of
 from aflow_tune.data.mix import Mix, sample
 from aflow_tune.data.rows import read_table, with_source
 from aflow_tune.engines.local.models import resolve_model
+from aflow_tune.engines.trinity.training.off_policy import BatchFiles
 from aflow_tune.errors import BadInput, Fault, RunFailed
 
 _NAMED = 5
@@ -161,13 +164,21 @@ class FixedSample(BaseSelector):
 
 
 def materialise_experiences(config: AflowConfig) -> None:
-    """Link a data set of one file into `<run folder>/data/experiences`, for Trinity's reader."""
+    """Link a data set of one file, or the files of `BatchFiles` with the function for their
+    advantages, into `<run folder>/data/experiences`, for the reader."""
     buffer = experience_buffer(config)
-    if buffer is None or not buffer.path or not Path(buffer.path).is_file():
-        return
     folder = Path(config.checkpoint_job_dir) / "data" / "experiences"
+    if buffer is None or not buffer.path or buffer.path == str(folder):
+        return
+    path = config.positions.beside(buffer.path).absolute()
+    files = sorted(path.glob("*.jsonl")) if buffer.storage_type == BATCH_FILES else [path]
+    if not all(file.is_file() for file in files):
+        return
+    if buffer.storage_type == BATCH_FILES:
+        names = ("advantage_fn", "advantage_fn_args")
+        buffer.data_selector.kwargs = {name: getattr(config.algorithm, name) for name in names}
     shutil.rmtree(folder, ignore_errors=True)  # links of an earlier start
-    link_files([Path(buffer.path)], folder, copied=on_cluster(config))
+    link_files(files, folder, copied=on_cluster(config))
     buffer.path, buffer.split, buffer.subset_name = str(folder), "train", None
 
 
@@ -228,11 +239,13 @@ class Experiences(ExperienceFileReader):
         )
 
 
-def open_experiences(config: AflowConfig) -> Experiences:
+def open_experiences(config: AflowConfig) -> Experiences | BatchFiles:
     """The reader of a prepared configuration's data set, at its first row. Raises BadInput as
-    `Experiences`; RunFailed: Hugging Face `datasets` cannot read the files."""
+    the reader; RunFailed: Hugging Face `datasets` cannot read the files."""
     buffer = experience_buffer(config)
     assert buffer is not None
+    if buffer.storage_type == BATCH_FILES:
+        return BatchFiles(buffer.to_storage_config())
     files = [file.resolve() for file in locate(config, buffer).files]  # not the links
     table = read_table(str(buffer.path), files, whole=True) if files else None
     model = str(resolve_model(config.model.model_path))
@@ -246,9 +259,9 @@ def open_experiences(config: AflowConfig) -> Experiences:
         raise RunFailed(f"the data set {buffer.path} cannot be read: {error}") from error
 
 
-def left_out_warning(reader: Experiences, config: AflowConfig) -> str | None:
+def left_out_warning(reader: Experiences | BatchFiles, config: AflowConfig) -> str | None:
     """A warning about the rows that were left out as too long, None without any."""
-    if not (count := len(reader.left_out)):
+    if isinstance(reader, BatchFiles) or not (count := len(reader.left_out)):
         return None
     return (
         f"{count} of {count + len(reader)} rows are longer than model.max_model_len "

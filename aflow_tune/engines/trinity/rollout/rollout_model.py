@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,14 @@ class InlineModel(ModelWrapper):
     def __init__(self, host: SamplerHost, config: InferenceModelConfig) -> None:
         super().__init__(models=[host], config=config, api_address=host.url)
         self._host = host
+
+    def prompt_tokens(self, messages: Sequence[Mapping[str, str]]) -> int:
+        """The tokens of a prompt, with the chat template around it."""
+        chat = [dict(message) for message in messages]
+        text = self._host.tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True
+        )
+        return len(self._host.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @property
     def model_version(self) -> int:

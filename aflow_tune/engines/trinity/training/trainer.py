@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,7 @@ from trinity.trainer.trainer import TrainEngineWrapper, Trainer
 
 from aflow_tune.config.engine import removes_padding
 from aflow_tune.config.load import AflowConfig
+from aflow_tune.config.names import BATCH_FILES
 from aflow_tune.engines.local.models import load_tokenizer, pick_device, pick_dtype, resolve_model
 from aflow_tune.engines.trinity.training.sync_check import forget, is_checked, probe_tokens, publish
 from aflow_tune.runs.clean import kept_in_run
@@ -256,7 +258,11 @@ class VerlTrainer(PublishingTrainer):
             keep_pairs(self.engine, config.buffer.train_batch_size)
 
     async def train_step(self, exps: list[Experience]) -> dict[str, float]:
+        buffer = self.config.buffer.trainer_input.experience_buffer
         try:
+            if self.config.trainer.trainer_type == "verl" and buffer.storage_type == BATCH_FILES:
+                exps = evened(exps, self.engine._get_dp_size())
+                self.engine.config.actor.ppo_mini_batch_size = len(exps)  # one update a file
             return await super().train_step(exps)
         except Exception as error:
             self._error = error
@@ -339,6 +345,16 @@ class PairLoss(DPOLossFn):
         total = torch.stack(losses).sum() / (self.pairs or len(losses))
         means = {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
         return total, means
+
+
+def evened(exps: list[Experience], workers: int) -> list[Experience]:
+    """`exps`, and as many copies of the shortest as verl needs to split them evenly; a copy has
+    nothing to learn, since its `action_mask` is empty."""
+    shortest = min(exps, key=lambda exp: len(exp.tokens))
+    copies = [copy.copy(shortest) for _ in range(-len(exps) % workers)]
+    for one in copies:
+        one.action_mask = torch.zeros_like(shortest.action_mask)
+    return [*exps, *copies]
 
 
 def keep_pairs(engine: Any, pairs: int) -> None:
