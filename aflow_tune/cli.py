@@ -26,6 +26,7 @@ _COMMAND_MODULES: tuple[str, ...] = (
     "runs",
     "sweep",
     "harvest",
+    "search",
     "estimate",
     "score",
     "data",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ENGINES = ("auto", "local", "trinity")
+PROPOSERS = ("edits", "policy", "teacher")
 
 
 def _one_of(default: str, *choices: str) -> Any:
@@ -198,6 +199,65 @@ class HarvestSection:
 
 
 @dataclass
+class SearchTaskset:
+    """One of several task sets of a search; what is None is as in `graph`."""
+
+    path: str | None = None
+    """The folder of its seed graph."""
+    benchmark: str | None = None
+    score: str | None = None
+    problem: str | None = None
+    """The field with the question."""
+    held_out: str | None = None
+    """The held-out task set that the winner is compared on. None: all of them."""
+
+
+@dataclass
+class SearchSection:
+    """A search for a workflow that is better than the one under `graph`."""
+
+    executor: str | None = None
+    """The frozen model that graphs call: of `models`, or an auxiliary model. None: the model under
+    `model` as it is, answering greedily."""
+    propose: list[str] = field(default_factory=lambda: ["edits"])
+    """Who proposes changes, any of: edits (of the graph, without a model), policy (the model under
+    `model`, which learns from what its proposals were worth), teacher."""
+    teacher: str | None = None
+    """The role of `models` that proposes changes as the teacher."""
+    select: str = _one_of("puct", "puct", "aflow", "random")
+    """How the next workflow to change is chosen. aflow: by AFlow's rule."""
+    operators: list[str] = field(default_factory=list)
+    """Operators that a workflow may use. Empty: all, those under `operators` included."""
+    instructions: dict[str, str] = field(default_factory=dict)
+    """Further instructions that an operator may be given, by a name for each."""
+    rounds: int | None = None
+    """Rounds of each task set. None: no limit, here and in the next three."""
+    rollouts: int | None = 600
+    """Executions of workflows on training problems, of all task sets together."""
+    tokens: int | None = None
+    """Prompt and completion tokens of these and of the proposers."""
+    usd: float | None = None
+    """Their US dollars. Every model that is called must have a known price."""
+    patience: int | None = 20
+    """The search ends when its three best workflows have not improved in so many rounds."""
+    problems: int = 24
+    """Training problems that each child is raced on against its parent."""
+    final_problems: int = 36
+    """Further training problems that the three best workflows are run on at the end."""
+    children: int = 4
+    """Proposals of a round, which are raced together."""
+    race: bool = True
+    """False: each child is run on all problems, as in AFlow."""
+    train_every: int = 2
+    """Rounds between two training steps of the policy. 0: it proposes, but does not learn."""
+    pool: str | None = None
+    """The file of the experience pool, which searches may share. None: in the search's folder."""
+    tasksets: dict[str, SearchTaskset] = field(default_factory=dict)
+    """By name of a training task set: search for a workflow for each, in parallel. Empty: one
+    workflow for all training problems."""
+
+
+@dataclass
 class RuntimeEnvSection:
     """What the workers of a cluster get beside the code that is found by following imports."""
 
@@ -299,6 +359,7 @@ class AflowSections:
     graph: GraphSection = field(default_factory=GraphSection)
     writer: WriterSection = field(default_factory=WriterSection)
     harvest: HarvestSection = field(default_factory=HarvestSection)
+    search: SearchSection = field(default_factory=SearchSection)
     operators: dict[str, str] = field(default_factory=dict)
     """Your operators that a graph may use: `Name: path/file.py:Name`."""
     prompts: dict[str, Any] = field(default_factory=dict)

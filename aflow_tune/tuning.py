@@ -22,7 +22,9 @@ from aflow_tune.types import TuneResult
 if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
     from aflow_tune.config.validate import ValidationReport
+    from aflow_tune.running.ablating import AblationSummary
     from aflow_tune.running.harvesting import HarvestSummary
+    from aflow_tune.running.searching import SearchSummary
 
 T = TypeVar("T")
 Function = Callable[..., Any]
@@ -127,6 +129,47 @@ def validate_config(config_path: Path, overrides: Sequence[str] = ()) -> Validat
     return validate(config_path, overrides)
 
 
+def ablate_config(
+    path: Path,
+    config_path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    prompts: bool = False,
+    limit: int | None = None,
+    executor: str | None = None,
+    phase: Phase = print,
+) -> AblationSummary:
+    """Measure the graph at `path` without each of its operators on the held-out task sets of a YAML
+    and with its `graph` settings. Raises as `prepare_ablation` and `run_ablation`.
+
+    Args:
+        prompts: take out its instructions and prompts instead.
+        limit: only the first so many problems of each task set.
+        executor: the auxiliary model or the role of `models` that answers as the graph's model;
+            None: the model under `model`, untrained.
+    """
+
+    def work(stop: Stop) -> AblationSummary:
+        from aflow_tune.config.engine import own_devices
+        from aflow_tune.config.quiet import log_to
+        from aflow_tune.config.tasksets import materialise_tasksets
+        from aflow_tune.evaluation.trained import load_trained
+        from aflow_tune.running.ablating import prepare_ablation, run_ablation
+        from aflow_tune.runs.folder import locked
+
+        config = load_trained(config_path, overrides)
+        with own_devices(config, phase):
+            ablation = prepare_ablation(config, path, prompts=prompts, executor=executor)
+            for warning in config.warnings:
+                phase(f"warning: {warning}")
+            with locked(ablation.folder):
+                log_to(ablation.folder / "log")
+                materialise_tasksets(config, ablation.folder)
+                return run_ablation(ablation, stop, phase, limit=limit)
+
+    return with_stop(work)
+
+
 def harvest_config(
     config_path: Path,
     overrides: Sequence[str] = (),
@@ -170,6 +213,50 @@ def harvest_config(
                 log_to(folder / "log")
                 materialise_tasksets(config, folder)
                 return run_harvest(config, folder, stop, phase, workflow, out=out)
+
+    return with_stop(work)
+
+
+def search(
+    config_path: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    inline: bool | None = None,
+    phase: Phase = print,
+) -> SearchSummary:
+    """Search for a workflow better than the one under `graph` of a YAML.
+
+    Args:
+        overrides: `key=value` settings that win over the file.
+        inline: one process without Ray; None leaves it to the configuration.
+        phase: gets a line of progress.
+
+    Raises:
+        BadInput: the configuration, its graphs or its data were refused; nothing was started.
+        RunFailed: the seed workflow could not be scored, the limits do not buy three proposals, or
+            a model that proposes is down.
+        Interrupted, BudgetReached: finished trials are kept and the same call resumes.
+    """
+
+    def work(stop: Stop) -> SearchSummary:
+        from aflow_tune.config.engine import own_devices
+        from aflow_tune.config.load import load_config
+        from aflow_tune.config.quiet import log_to
+        from aflow_tune.config.tasksets import materialise_tasksets
+        from aflow_tune.config.validate import prepare_search
+        from aflow_tune.running.searching import run_search
+        from aflow_tune.runs.folder import locked
+
+        config = load_config(Path(config_path), overrides)
+        config.inline = config.inline if inline is None else inline
+        with own_devices(config, phase):
+            workflows, folder = prepare_search(config)
+            for warning in config.warnings:
+                phase(f"warning: {warning}")
+            with locked(folder):
+                log_to(folder / "log")
+                materialise_tasksets(config, folder)
+                return run_search(config, folder, stop, phase, workflows)
 
     return with_stop(work)
 

@@ -123,6 +123,24 @@ def test_a_new_project_validates_and_its_test_passes(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_new_project_to_search_in_is_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    assert cli.main(["init", "--search", str(folder)]) == 0
+    written = {str(path.relative_to(folder)) for path in folder.rglob("*.*")}
+    config = (folder / "config.yaml").read_text()
+    assert "workflows/" not in config
+    assert {"graph/graph.py", "score.py", "train.jsonl", "held_out.jsonl"} < written
+    readme = (folder / "README.md").read_text()
+    assert [name for name in written - {"README.md"} if f"`{name}`" not in readme] == []
+    done = subprocess.run(
+        [sys.executable, "-m", "aflow_tune.cli", "validate", "config.yaml"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_new_project_overwrites_nothing_and_describes_its_files(tmp_path: Path) -> None:
     (tmp_path / "workflow.py").write_text("mine")
     written = {path.name for path in write_project(tmp_path)}

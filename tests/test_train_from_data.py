@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from data_project import data_dir, pair, trainer_metrics, write_data_project, write_rows
 
+from aflow_tune.config.load import load_config
 from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached
+from aflow_tune.running.run import DataRun
 from aflow_tune.tuning import run_config, validate_config
 
 ANSWER = "the moon is round"
@@ -149,3 +151,11 @@ def test_a_stop_and_a_kill_resume_to_the_uninterrupted_weights(
     with pytest.raises(BadInput, match="another configuration") as caught:
         run_config(parts, [*overrides, "buffer.train_batch_size=3"])
     assert "buffer.train_batch_size" in [fault.where for fault in caught.value.faults]
+
+
+def test_on_trinitys_engines_its_trainer_keeps_the_position(tmp_path: Path) -> None:
+    """No explorer writes the position in the data there; a run resumes all the same."""
+    run = DataRun(load_config(None, ["mode=train", "engine=trinity"]), None, None)
+    run.run_dir, run.start, run.target = tmp_path, 2, 4
+    run._rewind()
+    assert (tmp_path / "latest_state_dict_iteration.txt").read_text() == "2"

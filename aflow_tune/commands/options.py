@@ -24,6 +24,10 @@ class Parser(argparse.ArgumentParser):
             settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**settings)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, which gives the words of a verb to the verb's own parser here."""
+        return super().parse_known_args(None if args is None else self.arranged(args), namespace)
+
     def arranged(self, words: Sequence[str]) -> list[str]:
         """The words reordered: CONFIG, then every `key=value`, then the options with their values.
 

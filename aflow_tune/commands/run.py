@@ -13,6 +13,7 @@ from typing import Any
 from aflow_tune.commands.options import add_command, config_arguments, count, option, refuse
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
+_TEMPLATES = Path(__file__).with_name("project")
 _EPILOG = """\
 dry run:
   aflow-tune run --dry-run my.yaml                        one step, scripted; no GPU, no model
@@ -65,6 +66,7 @@ def add_parser(commands: Any) -> None:
     about = "Write a small project to start from. Existing files are never overwritten."
     parser = add_command(commands, "init", _init, text, about)
     option(parser, "folder folder", "where to write it; made if missing", type=Path)
+    option(parser, "--search", "to search for a better workflow: a graph of one call, and a score")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -110,35 +112,65 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _init(options: argparse.Namespace) -> int:
-    written = write_project(options.folder)
+    written = write_project(options.folder, search=options.search)
     if not written:
         raise BadInput(f"nothing was written to {options.folder}: every file is there already")
     print(*written, sep="\n")
-    print(f"\nnext: aflow-tune validate {options.folder / 'config.yaml'}")
+    verb = "search" if options.search else "validate"
+    print(f"\nnext: aflow-tune {verb} {options.folder / 'config.yaml'}")
     return ExitCode.DONE
 
 
-def write_project(folder: Path) -> list[Path]:
-    """Write the missing files of a small project into `folder`; returns those written. Templates
-    are in `project/`, Python files with the suffix `.txt`; the rows are made here.
+def write_project(folder: Path, *, search: bool = False) -> list[Path]:
+    """Write the missing files of a small project into `folder`; returns those written.
 
     Raises:
         BadInput: `folder` is, or lies below, a file.
     """
+    files = _to_search() if search else _to_tune()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         title, expected = "The project cannot be written there.", "a folder, or a free name"
         raise BadInput.of(title, str(folder), expected, str(error), "name another folder") from None
+    written = [folder / name for name in files if not (folder / name).exists()]
+    for path in written:
+        path.write_text(files[str(path.relative_to(folder))], encoding="utf-8")
+    return written
+
+
+def _to_tune() -> dict[str, str]:
+    """The files by name: from `project/`, Python with the suffix `.txt`; the rows are made here."""
     names = ("workflow.py.txt", "config.yaml", "test_workflow.py.txt", "README.md")
-    shipped = Path(__file__).with_name("project")
-    files = {name.removesuffix(".txt"): (shipped / name).read_text("utf-8") for name in names}
+    files = {name.removesuffix(".txt"): (_TEMPLATES / name).read_text("utf-8") for name in names}
     # Every third sum is held out: both sets are equally hard.
     rows = [{"question": f"What is {n} + {n + 1}?", "answer": 2 * n + 1} for n in range(1, 61)]
     lines = [json.dumps(row) + "\n" for row in rows]
     files["held_out.jsonl"] = "".join(lines[2::3])
     files["train.jsonl"] = "".join(line for n, line in enumerate(lines, 1) if n % 3)
-    written = [folder / name for name in files if not (folder / name).exists()]
-    for path in written:
-        path.write_text(files[path.name], encoding="utf-8")
-    return written
+    return files
+
+
+def _to_search() -> dict[str, str]:
+    """The same from `configs/search.yaml` and what it names, in the wheel or beside us."""
+    home = Path(__file__).parents[1] / "shipped"
+    home = home if home.exists() else Path(__file__).parents[2]
+    places = {
+        "graph/graph.py": "workflows/graphs/plain/graph.py",
+        "score.py": "workflows/graphs/two_questions/score.py",
+        "train.jsonl": "workflows/data/two_questions/train.jsonl",
+        "held_out.jsonl": "workflows/data/two_questions/held_out.jsonl",
+    }
+    config = (home / "configs" / "search.yaml").read_text("utf-8")
+    for name, path in places.items():
+        config = config.replace(
+            f"../{path.removesuffix('/graph.py')}", name.removesuffix("/graph.py")
+        )
+    config = config.replace("configs/search.yaml", "config.yaml").replace(
+        "aflow-tune/", "my-project/"
+    )
+    config = config.replace("project: aflow-tune", "project: my-project")
+    files = {name: (home / path).read_text("utf-8") for name, path in places.items()}
+    readme = (_TEMPLATES / "README_search.md").read_text("utf-8")
+    return {"config.yaml": config, **files, "README.md": readme}

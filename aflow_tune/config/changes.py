@@ -214,7 +214,7 @@ _FREE_KEYS = words(
     trainer.total_steps trainer.save_interval trainer.max_checkpoints_to_keep
     explorer.eval_interval explorer.max_timeout explorer.runner_per_model inline local.threads
     local.max_batch log. monitor. physical_gpus protected_pids quick_eval report.
-    rollout.run_timeout runtime_env.
+    rollout.run_timeout runtime_env. search.
     """
 )
 _FREE_OF_A_MODEL = re.compile(

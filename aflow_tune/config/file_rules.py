@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trinity.common.config import ExperienceBufferConfig, FormatConfig, TasksetConfig
 from trinity.common.constants import PromptType
 
+from aflow_tune.config.names import BATCH_FILES, by_anchors
 from aflow_tune.config.schema import nearest
 from aflow_tune.config.settings import AflowConfig
 from aflow_tune.config.tasksets import (
@@ -35,7 +37,7 @@ from aflow_tune.data.fields import FieldRead, task_reads
 from aflow_tune.data.rows import Table
 from aflow_tune.engines.local.models import BUNDLED, cache_dir, damage_of, is_cached
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.sections import WriterSection
+from aflow_tune.sections import PROPOSERS, WriterSection
 from aflow_tune.shipping import travelled
 from aflow_tune.trace import POLICY
 from aflow_tune.writer.types import PROBLEM_TYPES
@@ -139,7 +141,11 @@ def check_experiences(config: AflowConfig) -> Iterator[Fault]:
         yield config.fault(f"{KEY}.path", "the data set to learn from", "none", fix)
         return
     there = False
-    if not is_file(buffer) and config.engine == "local":
+    if buffer.storage_type == BATCH_FILES:
+        if next(config.positions.beside(buffer.path).glob("*.jsonl"), None) is None:
+            expected = "a folder with the batches of a search, .jsonl files"
+            yield config.wrong(f"{KEY}.path", expected, "check the path")
+    elif not is_file(buffer) and config.engine == "local":
         key = f"{KEY}.storage_type"
         yield config.wrong(key, "file (engine: local)", "storage_type: file")
     elif not awaited(config):
@@ -353,10 +359,12 @@ def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found
             yield config.fault("writer.executor", expected, "nothing", "executor: ROLE")
         return
     kind, turns = config.algorithm.algorithm_type, section.turns
-    if turns > 1 and config.mode == "both" and kind not in ("multi_step_grpo", "gigpo"):
+    anchored = by_anchors(config.algorithm)
+    stepwise = anchored or kind in ("multi_step_grpo", "gigpo")
+    if turns > 1 and config.mode == "both" and not stepwise:
         better = "use multi_step_grpo or gigpo"
         yield f"{where('writer.turns')}: {kind} takes each turn for a run of its own; {better}"
-    if turns == 1 and config.mode == "both" and kind == "gigpo":
+    if turns == 1 and config.mode == "both" and anchored:
         key = where("algorithm.algorithm_type")
         yield f"{key}: with one turn all calls are made in one state, and gigpo adds nothing"
     room = config.model.max_prompt_tokens or config.model.max_model_len
@@ -413,6 +421,66 @@ def check_harvest(config: AflowConfig) -> Iterator[Fault]:
     for name in ("min_score", "per_structure"):
         if (share := getattr(section, name)) is not None and not 0 < share <= 1:
             yield config.wrong(f"harvest.{name}", "above 0, at most 1", f"{name}: 1")
+
+
+def check_search(config: AflowConfig) -> Iterator[Fault]:
+    """Faults of the section `search`, and of the other settings that a search needs."""
+    section, inputs = config.search, config.buffer.explorer_input
+    frozen = [name for name in config.models if name != POLICY]
+    frozen += [str(model.name) for model in config.explorer.auxiliary_models]
+    training = [taskset for _, taskset, held_out in user_tasksets(config) if not held_out]
+    if not training:
+        fix = "taskset: {path: data/train.jsonl}"
+        key = "buffer.explorer_input.taskset"
+        yield config.fault(key, "a task set to take problems from", "none", fix)
+    if not inputs.eval_tasksets:
+        key, fix = "buffer.explorer_input.eval_tasksets", "eval_tasksets: [{path: held_out.jsonl}]"
+        yield config.fault(key, "held-out problems to compare the winner on", "none", fix)
+    if section.executor is not None and section.executor not in frozen:
+        expected = f"a frozen model: a role of `models:` or an auxiliary model ({frozen})"
+        yield config.wrong("search.executor", expected, "executor: ROLE, or leave it out")
+    for number, name in enumerate(section.propose):
+        if name not in PROPOSERS:
+            fix = f"did you mean {nearest(name, PROPOSERS, 0.5) or PROPOSERS[0]}?"
+            yield config.wrong(f"search.propose.{number}", f"one of {', '.join(PROPOSERS)}", fix)
+    if not section.propose:
+        yield config.wrong("search.propose", f"some of {', '.join(PROPOSERS)}", "propose: [edits]")
+    if "teacher" in section.propose and section.teacher not in config.models:
+        expected = f"a role of `models:` ({', '.join(config.models) or 'none is there'})"
+        yield config.wrong("search.teacher", expected, "teacher: ROLE, and models: {ROLE: ...}")
+    for name in ("rounds", "rollouts", "tokens", "patience", "problems", "children"):
+        if (count := getattr(section, name)) is not None and count < 1:
+            yield config.wrong(f"search.{name}", "1 or more", f"{name}: 12")
+    for name in ("final_problems", "train_every"):
+        if getattr(section, name) < 0:
+            yield config.wrong(f"search.{name}", "0 or more", f"{name}: 2")
+    if section.usd is not None and not 0 < section.usd < math.inf:
+        yield config.wrong("search.usd", "US dollars above 0", "usd: 2")
+    if config.judge:
+        fix = "graph: {benchmark: NAME} or graph: {score: path/file.py:function}"
+        yield config.fault("judge", "a benchmark or a score function", config.judge, fix)
+    # A race needs the seed's scores first, and three proposals after it are the least.
+    trees = max(1, len(section.tasksets))
+    least = (section.problems + 3 * min(6, section.problems)) * trees
+    if section.rollouts is not None and 1 <= section.rollouts < least:
+        left = section.rollouts // trees - section.problems
+        each = " of each task set" if trees > 1 else ""
+        buys = f"the seed{each} on {section.problems} problems and {max(0, left) // 6} proposals"
+        buys = f"less than the seed's own problems{each}" if left < 0 else buys
+        expected = f"{least} or more: the seed on {section.problems} problems and three proposals"
+        expected += each
+        found = f"{section.rollouts}, which buys {buys}"
+        fix = f"rollouts: {max(600, least)}, or fewer search.problems"
+        yield config.fault("search.rollouts", expected, found, fix)
+    names = {str(taskset.name) for taskset in training}
+    held_out = {str(taskset.name) for taskset in inputs.eval_tasksets}
+    for name, one in section.tasksets.items():
+        if name not in names:
+            key, expected = f"search.tasksets.{name}", f"a training task set: {sorted(names)}"
+            yield config.fault(key, expected, repr(name), "name it so, or correct the name")
+        if one.held_out is not None and one.held_out not in held_out:
+            key = f"search.tasksets.{name}.held_out"
+            yield config.wrong(key, f"a held-out task set: {sorted(held_out)}", "correct the name")
 
 
 def run_folders(config: AflowConfig) -> list[Path]:

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from trinity.common import config_validator as upstream
-from trinity.common.config import Config, OperatorConfig
+from trinity.common.config import Config, InferenceModelConfig, OperatorConfig
 from trinity.common.constants import StorageType, SyncMethod, SyncStyle
 
 from aflow_tune.config import on_processors
 from aflow_tune.config.changes import differences
 from aflow_tune.config.engine import choose_engine, give_engine_settings
+from aflow_tune.config.names import BATCH_FILES, by_anchors, spell_out
 from aflow_tune.config.rules import ADAPTER, MONITOR, RUNS, Case, Purpose, check_settings
 from aflow_tune.config.settings import AflowConfig, Change, logical_gpus
 from aflow_tune.config.stages import chain_folder
@@ -85,6 +86,9 @@ def prepare(
         train = "train" if purpose in RUNS else "be used for this"
         raise BadInput(f"These settings cannot {train}.", found.faults)
     adapt(config)
+    if purpose is Purpose.SEARCH:
+        give_executor(config)
+        set_namespace(config)  # of the Ray that its trials run on
     dry = purpose in (Purpose.CHECK, Purpose.ESTIMATE)
     with _leaving_no_trace(config) if dry else contextlib.nullcontext():
         if purpose in RUNS and config.engine == "local":
@@ -112,7 +116,8 @@ def prepare(
 
 
 def _take_out(config: AflowConfig, purpose: Purpose) -> None:
-    """Remove what this purpose and mode do not read, which a stage may inherit."""
+    """Remove what this purpose and mode do not read, which a stage may inherit; spell out names."""
+    spell_out(config)
     inputs = config.buffer.explorer_input
     if purpose in (Purpose.EVALUATE, Purpose.ASK):
         config.mode = "bench"
@@ -121,6 +126,8 @@ def _take_out(config: AflowConfig, purpose: Purpose) -> None:
         inputs.eval_tasksets, config.stages = [], []
     if purpose is Purpose.HARVEST:
         config.mode = "harvest"
+    if purpose is Purpose.SEARCH:
+        config.mode, config.stages = "bench", []
     if purpose not in RUNS:
         return
     if config.mode == "serve":
@@ -131,6 +138,8 @@ def _take_out(config: AflowConfig, purpose: Purpose) -> None:
     if config.mode == "train" and buffer is not None and buffer.path:
         if not config.positions.given("buffer.trainer_input.experience_buffer.storage_type"):
             buffer.storage_type = StorageType.FILE.value
+        if buffer.storage_type == BATCH_FILES:  # a file is a batch, of any size
+            config.buffer.train_batch_size = config.buffer.train_batch_size or 1
         buffer.name = buffer.name or "experiences"
 
 
@@ -161,7 +170,7 @@ def adapt(config: AflowConfig) -> None:
         arguments = {"max_failed_fraction": config.rollout.max_failed_fraction}
         operators.insert(0, OperatorConfig(name=RUN_FILTER, args=arguments))
     names = [operator.name for operator in operators]
-    if (algorithm.advantage_fn or algorithm.algorithm_type) == "gigpo" and ANCHOR_RATE not in names:
+    if by_anchors(algorithm) and ANCHOR_RATE not in names:
         operators.insert(names.index(RUN_FILTER) + 1, OperatorConfig(name=ANCHOR_RATE))
     if config.monitor.monitor_type == "tensorboard":
         config.monitor.monitor_type = MONITOR
@@ -175,6 +184,25 @@ def adapt(config: AflowConfig) -> None:
         rollout.run_timeout = min(rollout.run_timeout, float(explorer.max_timeout))
     explorer.max_timeout = max(explorer.max_timeout, math.ceil(rollout.run_timeout) + 60)
     settle_paths(config)
+
+
+def give_executor(config: AflowConfig) -> None:
+    """Make the untrained model, answering greedily, the executor of a search that names none."""
+    if config.search.executor is None:
+        model = config.model
+        config.search.executor = "executor"
+        config.explorer.auxiliary_models.append(
+            InferenceModelConfig(
+                name="executor",
+                model_path=model.model_path,
+                temperature=0.0,
+                max_model_len=model.max_model_len,
+                max_prompt_tokens=model.max_prompt_tokens,
+                max_response_tokens=model.max_response_tokens,
+                chat_template=model.custom_chat_template,
+                enable_thinking=config.explorer.rollout_model.enable_thinking,
+            )
+        )
 
 
 def _settle_temperature(config: AflowConfig) -> None:

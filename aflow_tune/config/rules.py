@@ -24,8 +24,10 @@ from aflow_tune.config.file_rules import (
     check_harvest,
     check_model,
     check_paths,
+    check_search,
     check_writer,
 )
+from aflow_tune.config.names import BATCH_FILES, SHORT_NAMES, WORKFLOW_GIGPO
 from aflow_tune.config.schema import nearest
 from aflow_tune.config.settings import AflowConfig, value_of, words
 from aflow_tune.config.tasksets import (
@@ -58,6 +60,7 @@ class Purpose(Enum):
     ESTIMATE = "a run, of whose model only the sizes are read"
     EVALUATE = "an evaluation on the held-out task sets"
     HARVEST = "a harvest outside of a run: the model that will be tuned need not be here"
+    SEARCH = "a search over workflows, which only reads the model that will be tuned"
     ASK = "answers of the model to problems that come later"
 
 
@@ -246,6 +249,7 @@ def _registered(case: Case) -> Found:
                 named[key] = SELECTORS
     for key, registry in named.items():
         value, names = value_of(config, key), [*registry._default_mapping, *registry.modules]
+        names += SHORT_NAMES.get(key.rpartition(".")[2], ())
         if value is None or value in names:
             continue
         try:
@@ -278,7 +282,15 @@ def _needs(case: Case) -> Found:
         if config.positions.given(key) and not value_of(config, key):
             yield config.wrong(key, "true: training needs what it records", f"{name}: true")
     of_data, from_data = mode == "train", config.algorithm.algorithm_type in FROM_DATA
-    if of_data != from_data and (
+    buffer = experience_buffer(config)
+    if buffer is not None and buffer.storage_type == BATCH_FILES:
+        if from_data:
+            expected = "one that learns from rewards: batch_files hold recorded rollouts"
+            yield config.wrong("algorithm.algorithm_type", expected, "multi_step_grpo")
+        if not config.algorithm.bypass_old_logprobs:
+            expected = "true: the log-probabilities of the policy that sampled are in the files"
+            yield config.wrong("algorithm.bypass_old_logprobs", expected, "remove it")
+    elif of_data != from_data and (
         (of_data and config.engine == "local") or (from_data and mode in _WITH_ROLLOUTS)
     ):
         expected = f"{' or '.join(FROM_DATA)}, which learn from a data set, with `mode: train` only"
@@ -383,7 +395,8 @@ def _advantage(case: Case) -> Found:
     config, algorithm = case.config, case.config.algorithm
     kind = ALGORITHM_TYPE.get(algorithm.algorithm_type)
     usual, own = kind.default_config(), algorithm.advantage_fn
-    if (own or usual.get("advantage_fn")) in _BY_GROUP and algorithm.repeat_times < 2:
+    by_group = (own or usual.get("advantage_fn")) in (*_BY_GROUP, WORKFLOW_GIGPO)
+    if by_group and algorithm.repeat_times < 2:
         expected = f"2 or more: {algorithm.algorithm_type} compares the rollouts of one task"
         fix = f"repeat_times: {max(8, usual.get('repeat_times', 8))}"
         yield config.wrong("algorithm.repeat_times", expected, fix)
@@ -566,7 +579,18 @@ def _precision_and_gpus(case: Case) -> Found:
         yield config.fault(key, expected, told, "remove it, or train an adapter on vLLM")
 
 
-_OF_DATA = (Purpose.EVALUATE, Purpose.HARVEST)
+def _search(case: Case) -> Found:
+    """Check the section `search`, before a search or where a file that has one is checked."""
+    if case.purpose is Purpose.SEARCH or case.config.positions.given("search"):
+        yield from check_search(case.config)
+
+
+def _samples_policy(config: AflowConfig) -> bool:
+    """Whether a search needs the model under `model`."""
+    return config.search.executor is None or "policy" in config.search.propose
+
+
+_OF_DATA = (Purpose.EVALUATE, Purpose.HARVEST, Purpose.SEARCH)
 _ON_GPUS = ("both", "train", "colocate")
 
 RULES: tuple[Rule, ...] = (
@@ -577,6 +601,7 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda case: check_experiences(case.config), modes=("train",)),
     Rule(_tasksets),
     Rule(lambda case: check_harvest(case.config), (Purpose.HARVEST,)),
+    Rule(_search, (Purpose.SEARCH, Purpose.CHECK)),
     Rule(lambda case: check_mix(case.config), (*RUNS, Purpose.HARVEST)),
     Rule(_rows, _OF_DATA),
     Rule(lambda case: check_spend(case.config, tuned=case.local_model), (*RUNS, *_OF_DATA)),
@@ -591,6 +616,10 @@ RULES: tuple[Rule, ...] = (
         (*RUNS, Purpose.EVALUATE, Purpose.ASK),
     ),
     Rule(lambda case: check_model(case.config, policy=False), (Purpose.HARVEST,)),
+    Rule(
+        lambda case: check_model(case.config, policy=_samples_policy(case.config)),
+        (Purpose.SEARCH,),
+    ),
     Rule(lambda case: check_writer(case.config, case.workflow)),
     Rule(lambda case: check_harvest(case.config), modes=("harvest",)),
     Rule(_local_settings, engine="local"),

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aflow_tune.config.changes import render_changes
 from aflow_tune.config.engine import choose_engine
@@ -24,7 +24,11 @@ from aflow_tune.contract.plugins import resolve
 from aflow_tune.contract.signature import check_functions
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.find_ray import check_address
+from aflow_tune.sections import GraphSection
 from aflow_tune.shipping import travelled
+
+if TYPE_CHECKING:
+    from aflow_tune.graph.workflow import GraphWorkflow
 
 Function = Callable[..., Any]
 
@@ -74,7 +78,8 @@ def validate(path: str | Path, overrides: Sequence[str] = ()) -> ValidationRepor
     report.faults += [*faults, *misplaced]
     workflow = judge = None
     with _collected(report.faults):
-        workflow, judge = functions_of(config)
+        if _named(config) or not config.search.tasksets:  # each of those names its own
+            workflow, judge = functions_of(config)
         if workflow is not None:
             check_functions(workflow, judge)
     with _collected(report.faults):
@@ -136,12 +141,17 @@ def functions_of(config: AflowConfig) -> tuple[Function | None, Function | None]
     return resolve_functions(config)
 
 
+def _named(config: AflowConfig) -> list[str]:
+    keys = ("workflow", "graph.path", "writer.executor")
+    return [key for key in keys if value_of(config, key)]
+
+
 def resolve_functions(config: AflowConfig) -> tuple[Function, Function | None]:
     """The functions that `workflow:` (or `graph:`, or `writer:`) and `judge:` name.
 
     Raises BadInput: none or several workflows are named, a name resolves to no function, or a graph
     is faulty."""
-    named = [key for key in ("workflow", "graph.path", "writer.executor") if value_of(config, key)]
+    named = _named(config)
     if len(named) != 1:
         expected = (
             "one of `workflow: path/file.py:function` (or module:function), "
@@ -186,6 +196,41 @@ def prepare_harvest(config: AflowConfig) -> tuple[Any, Path]:
     return workflow, Path(config.get_checkpoint_job_dir()) / "harvested"
 
 
+def prepare_search(config: AflowConfig) -> tuple[dict[str, GraphWorkflow], Path]:
+    """Prepare a configuration for a search over workflows.
+
+    Returns the seed workflow by name of a task set (without `search.tasksets` one, named as the
+    only training task set, else `train`) with the settings that all of its trials have; and the
+    folder of the search, which is not made yet. Raises BadInput: with every fault of the sections,
+    the task sets and the models."""
+    faults: list[Fault] = []
+    workflows: dict[str, Any] = {}
+    inputs = config.buffer.explorer_input
+    training = [*([inputs.taskset] if inputs.taskset else []), *inputs.tasksets]
+    only = str(training[0].name or "") if len(training) == 1 else ""
+    sections = {name: replace(config.graph) for name in config.search.tasksets or [only or "train"]}
+    for name, own in config.search.tasksets.items():
+        given = {key: value for key, value in vars(own).items() if value and key != "held_out"}
+        given |= {"benchmark": None} if own.score else {"score": None} if own.benchmark else {}
+        sections[name] = replace(config.graph, **given)
+    with _collected(faults):
+        check_run_prompts(config)
+    for name, section in sections.items():
+        if not section.path:
+            several = bool(config.search.tasksets)
+            key = f"search.tasksets.{name}.path" if several else "graph.path"
+            fix = "graph: {path: FOLDER, benchmark: NAME}"
+            faults.append(
+                config.fault(key, "the workflow that the search starts from", "none", fix)
+            )
+            continue
+        with _collected(faults):
+            workflows[name] = _operator_workflow(config, section)
+    workflow = next(iter(workflows.values()), None)
+    prepare(config, Purpose.SEARCH, workflow=workflow, faults=faults)
+    return workflows, Path(config.get_checkpoint_job_dir()) / "search"
+
+
 @contextlib.contextmanager
 def _placed(where: Callable[[str], str]) -> Iterator[None]:
     """Map the places of the faults of a BadInput raised in the block."""
@@ -203,14 +248,15 @@ def _resolve(config: AflowConfig, key: str, reference: str) -> Function:
     return function
 
 
-def _operator_workflow(config: AflowConfig) -> Function:
-    """The workflow that `graph:` or `writer:` describes."""
+def _operator_workflow(config: AflowConfig, graph: GraphSection | None = None) -> Function:
+    """The workflow that `graph:` (or `graph`) or `writer:` describes."""
     from aflow_tune.graph.workflow import workflow_from_config
     from aflow_tune.operators import load_operators
     from aflow_tune.writer.workflow import AuxiliaryModel, writer_from_config
 
-    of_graph = bool(config.graph.path)
-    name, section = ("graph", config.graph) if of_graph else ("writer", config.writer)
+    graph = graph or config.graph
+    of_graph = bool(graph.path)
+    name, section = ("graph", graph) if of_graph else ("writer", config.writer)
     beside, model = config.positions.beside, config.model
     common: dict[str, Any] = {
         "operators": load_operators(config.operators, config.positions.base),
@@ -219,10 +265,10 @@ def _operator_workflow(config: AflowConfig) -> Function:
         "where": config.positions.where,
     }
     if of_graph:
-        path, place = beside(str(config.graph.path)), config.positions.where("graph.path")
+        path, place = beside(str(graph.path)), config.positions.where("graph.path")
         common |= {"path": path, "judged": bool(config.judge)}
         with _placed(lambda where: f"{place}: {where}" if where == str(path) else where):
-            return workflow_from_config(config.graph, config.models, **common)
+            return workflow_from_config(graph, config.models, **common)
     auxiliary = {}
     for other in config.explorer.auxiliary_models:  # unset limits are the tuned model's
         answer = other.max_response_tokens or model.max_response_tokens

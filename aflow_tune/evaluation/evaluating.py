@@ -54,7 +54,7 @@ class LocalModels:
         for host, _ in loaded:
             await asyncio.to_thread(host.close)
 
-    async def take(self, config: AflowConfig, weights: Path | None) -> ModelWrapper:
+    async def take(self, config: AflowConfig, weights: Path | None) -> InlineModel:
         """The configured model with `weights`; None: the base model. Raises `BadInput` if they do
         not fit it, `CheckpointError` if they are damaged, `RunFailed` if there are none."""
         model_config = config.explorer.rollout_model

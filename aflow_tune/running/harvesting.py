@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trinity.common.config import DataSelectorConfig
+from trinity.common.config import DataSelectorConfig, TasksetConfig
 
 from aflow_tune.config.accounting import spend_of
 from aflow_tune.config.file_rules import run_folders, templates_of
@@ -184,7 +184,7 @@ async def _problems(config: AflowConfig, workflow: WriterWorkflow) -> tuple[list
     found: dict[str, Problem] = {}
     for number, row in enumerate(rows):
         if number not in leaking:
-            key, name = _digest(row), row.get(workflow.entry_point)
+            key, name = digest(row), row.get(workflow.entry_point)
             found[key] = Problem(
                 key,
                 text=workflow.problem_of(row),
@@ -199,16 +199,20 @@ async def _problems(config: AflowConfig, workflow: WriterWorkflow) -> tuple[list
     return problems, len(leaking)
 
 
+async def read_rows(taskset: TasksetConfig) -> list[dict[str, Any]]:
+    """Every row of a task set, once and in its order."""
+    plain = DataSelectorConfig()
+    once: Any = {"is_eval": True, "index": 0, "total_epochs": 1, "total_steps": None}
+    whole = replace(taskset, data_selector=plain, task_selector=plain, **once)
+    return [dict(task.raw_task or {}) for task in await read_all(whole)]
+
+
 async def _rows(config: AflowConfig) -> list[dict[str, Any]]:
     """The rows of the training task sets, each once, with the source columns that a mix adds."""
     inputs, benchmarks = config.buffer.explorer_input, benchmarks_of(config)
     rows = []
-    plain = DataSelectorConfig()
-    once: Any = {"is_eval": True, "index": 0, "total_epochs": 1, "total_steps": None}
     for taskset in [*([inputs.taskset] if inputs.taskset else []), *inputs.tasksets]:
-        whole = replace(taskset, data_selector=plain, task_selector=plain, **once)
-        for task in await read_all(whole):
-            row = dict(task.raw_task or {})
+        for row in await read_rows(taskset):
             if config.mix:
                 source = taskset.name if taskset.name in config.mix else str(row.get("source"))
                 row = with_source(row, source, benchmarks.get(source))
@@ -229,21 +233,22 @@ def _journals(
         },
         "rewards": asdict(config.rewards),
         "prompts": config.prompts,
-        "code": [_source_of(item) for item in workflow.carries],
+        "code": [source_of(item) for item in workflow.carries],
         "sandbox": config.sandbox,
     }
     asks = "teacher" in config.harvest.sources
     teacher = asdict(config.models[str(config.harvest.teacher)]) if asks else None
-    trials = Journal(folder / "trials" / f"{_digest(decides)}.jsonl", Trial)
-    return trials, Journal(folder / "lessons" / f"{_digest(teacher)}.jsonl", Lesson)
+    trials = Journal(folder / "trials" / f"{digest(decides)}.jsonl", Trial)
+    return trials, Journal(folder / "lessons" / f"{digest(teacher)}.jsonl", Lesson)
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """A short hash of a value that JSON can hold."""
     text = json.dumps(value, sort_keys=True, default=str, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _source_of(item: Callable[..., Any]) -> str:
+def source_of(item: Callable[..., Any]) -> str:
     """The item's name, and the source of its module if available."""
     home = getattr(item, "__module__", "")
     name, module = f"{home}.{getattr(item, '__qualname__', item)}", sys.modules.get(home or "")

@@ -32,6 +32,7 @@ from aflow_tune.engines.trinity.readers import (
 )
 from aflow_tune.engines.trinity.rollout.adapter import adapter_arguments
 from aflow_tune.engines.trinity.training import run_state
+from aflow_tune.engines.trinity.training.off_policy import BatchFiles
 from aflow_tune.errors import (
     AflowTuneError,
     AlreadyFinished,
@@ -177,14 +178,18 @@ class Run:
                 raise
             raise RunFailed(f"{reason}\n{self._left()}") from error
         self._write_end("finished")
-        report = None
+        report, saved = self._report(), tuple(checkpoints(self.run_dir))
+        return TuneResult(self.run_dir, reached, last_metrics(self.run_dir), saved, report)
+
+    def _report(self) -> Path | None:
+        """Write the report and print its summary."""
         try:
             report = write_report(self.run_dir, config=self.config.flatten(), changes=self.changes)
             print(summary_text(self.run_dir, report))
+            return report
         except OSError as error:  # a full disk must not fail a run that is verified
             print(f"warning: the report could not be written: {error}", flush=True)
-        saved = tuple(checkpoints(self.run_dir))
-        return TuneResult(self.run_dir, reached, last_metrics(self.run_dir), saved, report)
+            return None
 
     def _engine(self, phase: Phase, stop: Stop) -> int:
         """Train until the target or `stop`; returns the step reached."""
@@ -291,7 +296,15 @@ class DataRun(Run):
         return super()._target()
 
     def _rows(self) -> tuple[int, int, str]:
-        return len(self.reader), self.config.buffer.train_batch_size, "buffer.train_batch_size"
+        of_files = isinstance(self.reader, BatchFiles)
+        size = 1 if of_files else self.config.buffer.train_batch_size
+        return len(self.reader), size, "buffer.train_batch_size"
+
+    def _rewind(self) -> None:
+        """On Trinity's engines the trainer itself keeps the position in the data."""
+        if self.config.engine == "trinity":
+            run_state.save_taskset_state(self.run_dir, self.start, [])
+        super()._rewind()
 
     def _engine(self, phase: Phase, stop: Stop) -> int:
         if self.config.engine == "trinity":

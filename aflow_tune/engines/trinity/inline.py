@@ -37,6 +37,7 @@ from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.tasksets import quick_tasksets
 from aflow_tune.engines.trinity.readers import Experiences, read_all
 from aflow_tune.engines.trinity.rollout.rollout_model import InlineModel, SamplerHost
+from aflow_tune.engines.trinity.training.off_policy import BatchFiles
 from aflow_tune.engines.trinity.training.run_state import (
     forget_evaluation,
     is_evaluated,
@@ -147,7 +148,7 @@ class InlineRun:
         target: int,
         phase: Callable[[str], None],
         stop: Callable[[], bool],
-        reader: Experiences | None = None,
+        reader: Experiences | BatchFiles | None = None,
     ) -> None:
         self.config, self.target, self.phase, self.stop = config, target, phase, stop
         self.reader = reader
@@ -229,7 +230,7 @@ class InlineRun:
             batch: Any = await source.read()
         except StopAsyncIteration:
             return None
-        position = source.state_dict()
+        position: Any = source.state_dict()
         save_taskset_state(self.run_dir, step, position if self.reader is None else [position])
         if self.reader is not None:
             return list(batch)

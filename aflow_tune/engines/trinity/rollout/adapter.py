@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
+from trinity.common.config import GenerationConfig
 from trinity.common.experience import Experience
 from trinity.common.models.model import ModelWrapper
 from trinity.common.workflows.workflow import Task, Workflow
@@ -139,6 +140,20 @@ class Outcome:
     detail: str = ""
 
 
+def sampling_of(rollout: GenerationConfig, model: ModelWrapper) -> dict[str, Any]:
+    """The arguments of a call in a rollout of a task; what the task leaves open is the model's."""
+    given = {"temperature": rollout.temperature, "top_p": rollout.top_p}
+    own = model.generate_kwargs
+    kwargs: dict[str, Any] = {
+        **{name: own.get(name) if value is None else value for name, value in given.items()},
+        "max_tokens": rollout.max_tokens or own.get("max_tokens") or DEFAULT_MAX_TOKENS,
+        "logprobs": True,
+        "top_logprobs": rollout.logprobs,
+        "extra_body": {"top_k": rollout.top_k} if (rollout.top_k or 0) > 0 else None,
+    }
+    return {name: value for name, value in kwargs.items() if value is not None}
+
+
 class WorkflowAdapter(Workflow):
     """Runs the user's function with a recording model, a time limit and its own thread."""
 
@@ -169,7 +184,7 @@ class WorkflowAdapter(Workflow):
             context,
             task_id=f"{self.task.batch_id}/{self.task.task_id}",
             seed=self.seed,
-            generate_kwargs=self._generate_kwargs(),
+            generate_kwargs=sampling_of(self.task.rollout_args, self.model),
         )
         cache: Any = contextlib.nullcontext()
         if settings.cache is not None and self.task.is_eval:
@@ -249,18 +264,6 @@ class WorkflowAdapter(Workflow):
             verdict = await judge(**_wanted(judge, offered), task=row, response=output.response)
             metrics |= as_metrics(getattr(verdict, "metrics", None), "the judge")
             return as_reward(getattr(verdict, "reward", verdict), "the judge"), metrics
-
-    def _generate_kwargs(self) -> dict[str, Any]:
-        rollout, model = self.task.rollout_args, self.model.generate_kwargs
-        given = {"temperature": rollout.temperature, "top_p": rollout.top_p}
-        kwargs: dict[str, Any] = {
-            **{name: model.get(name) if own is None else own for name, own in given.items()},
-            "max_tokens": rollout.max_tokens or model.get("max_tokens") or DEFAULT_MAX_TOKENS,
-            "logprobs": True,
-            "top_logprobs": rollout.logprobs,
-            "extra_body": {"top_k": rollout.top_k} if (rollout.top_k or 0) > 0 else None,
-        }
-        return {name: value for name, value in kwargs.items() if value is not None}
 
     def _rollout_seed(self) -> str:
         """Root of the seeds of this rollout's calls. In evaluations it depends on the row, not on
