@@ -1,7 +1,8 @@
-"""`aflow-tune graph` and `check-graph`: show, draw and export an operator graph; check whether a
-graph that a model wrote may run, and what it can cost in the worst case.
+"""`aflow-tune graph` and `check-graph`: show, draw and export an operator graph, and measure what
+each of its parts is worth; check whether a graph that a model wrote may run, and what it can cost
+in the worst case.
 
-No code of a graph is run and no model is called.
+But for `graph ablate` no code of a graph is run and no model is called.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.commands.options import (
+    COUNT,
     add_command,
+    config_arguments,
     names,
     natural,
     option,
@@ -31,22 +35,23 @@ if TYPE_CHECKING:
     from aflow_tune.writer.types import CheckLimits, Verdict
 
 _EPILOG = """\
-A graph is a folder with graph.py and prompts.json, or a round_N folder of AFlow. None of these
-commands runs its code.
+A graph is a folder with graph.py and prompts.json, or a round_N folder of AFlow. Only `ablate` runs
+its code.
 
 examples:
   aflow-tune graph show workspace/GSM8K/workflows/round_5
   aflow-tune graph draw my_graph --svg my_graph.svg
   aflow-tune graph draw my_graph --svg my_graph.svg --run runs/my_project/my_run
   aflow-tune graph export my_graph --round workspace/GSM8K/workflows/round_21
+  aflow-tune graph ablate my_graph my.yaml --limit 50
 """
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "graph",
-        help="show, draw or export an operator graph",
-        description="Look at an operator graph without running it.",
+        help="show, draw, export or ablate an operator graph",
+        description="Look at an operator graph, and find out which of its operators it needs.",
         epilog=_EPILOG,
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
@@ -71,6 +76,7 @@ def add_parser(commands: Any) -> None:
     text = "where to, such as workspace/GSM8K/workflows/round_21"
     option(verb, "--round FOLDER", text, type=Path, required=True)
     option(verb, "--dataset NAME", "if the folder's path does not say it")
+    _add_ablate(verbs, folder)
     _add_check_graph(commands)
 
 
@@ -128,6 +134,130 @@ def _export(options: argparse.Namespace) -> int:
     if saved.only_here:
         print(f"\nAFlow will not use the prompts of {', '.join(saved.only_here)}")
     return ExitCode.DONE
+
+
+# -- ablate ------------------------------------------------------------------------------------
+
+_ABLATE = """\
+Which operator earns its calls? Run the graph on the held-out task sets of a configuration, and then
+without each of its operators in turn: its input takes the place of its result. Both are compared
+problem by problem, on the same problems and with the same random numbers, and so are their calls,
+tokens and cost. Nothing is trained, and the graph's files stay as they are.
+"""
+
+_ABLATE_EPILOG = """\
+CONFIG brings the held-out task sets, how answers are scored and the limits (its section `graph`,
+but for `path`), and the models. The graph's own model is the one under `model`, untrained, or the
+one that --executor names.
+
+An operator earns its calls if the whole graph scores higher than the one without it and the 95%
+interval of the difference excludes zero; below 30 problems an exact sign test has to agree. Two
+operators that do the same hide each other: take one out, and run this again on what is left.
+
+An operator whose result nothing can stand for, or without which the graph may not run, is listed
+as one that cannot be removed. --prompts takes out texts: each instruction of instructions.json,
+each constant of prompt.py, each prompt of an operator that replaces the shipped one.
+
+The same command goes on where it was stopped, and runs nothing twice.
+
+examples:
+  aflow-tune graph ablate my_graph my.yaml
+  aflow-tune graph ablate workspace/GSM8K/workflows/round_5 my.yaml --limit 100
+  aflow-tune graph ablate my_graph my.yaml --executor gpt budget.usd=2
+  aflow-tune graph ablate my_graph my.yaml --prompts --json
+
+what it prints (of 40 problems):
+  part   kind    without  whole - without            calls saved  tokens saved  verdict
+  solve  Custom  0.050    +0.700 (+0.551 to +0.849)  1.0          212           earns its calls
+  check  Custom  0.775    -0.025 (-0.076 to +0.026)  1.0          640           no difference seen
+
+exit codes: 0 measured, 1 no problem could be scored, 2 bad input, or nothing can be removed, 3
+interrupted, 4 a limit of budget reached; after 3 and 4 the same command goes on.
+"""
+
+_LINE_SECONDS = 5.0
+"""Least seconds between two lines of progress."""
+
+
+def _add_ablate(verbs: Any, folder: str) -> None:
+    text = "measure it without each of its operators: which one earns its calls"
+    verb = add_command(verbs, "ablate", _ablate, text, _ABLATE, _ABLATE_EPILOG)
+    option(verb, "path PATH", folder, type=Path)
+    config_arguments(verb, config="a YAML with held-out task sets and a section `graph`")
+    option(verb, "--prompts", "take out instructions and prompts in place of operators")
+    option(verb, "--limit N", "only the first N problems of each task set", **COUNT)
+    text = "a role of `models` or an auxiliary model that answers as the graph's model"
+    option(verb, "--executor NAME", text)
+    option(verb, "--json", "print the result as JSON")
+
+
+def _ablate(options: argparse.Namespace) -> int:
+    from aflow_tune.tuning import ablate_config
+
+    last = 0.0
+    out = sys.stderr if options.json else sys.stdout
+
+    def say(text: str) -> None:
+        nonlocal last
+        if not text.startswith("ablating:") or time.monotonic() - last > _LINE_SECONDS:
+            last = time.monotonic()
+            print(text, file=out, flush=True)
+
+    summary = ablate_config(
+        options.path,
+        options.config,
+        options.overrides,
+        prompts=options.prompts,
+        limit=options.limit,
+        executor=options.executor,
+        phase=say,
+    )
+    found = summary.to_json()
+    print_json(found) if options.json else print(_ablated(found))
+    return ExitCode.DONE
+
+
+def _ablated(found: Mapping[str, Any]) -> str:
+    """What `graph ablate` found, as text."""
+    low, high = found["score"]["low"], found["score"]["high"]
+    bounds = "" if low is None else f" ({low:.3f} to {high:.3f})"
+    cost = "" if not found["usd"] else f", {found['usd']:.4f} US dollars"
+    lines = [
+        "",
+        f"whole graph: {found['score']['mean']:.3f}{bounds} on {found['problems']} problems; "
+        f"a problem takes {found['calls']:.1f} calls, {found['tokens']:.0f} tokens{cost}",
+    ]
+    if found["failed"]:
+        lines.append(f"it gave no answer to {found['failed']} of them: {found['first_failure']}")
+    if found["unscored"]:
+        lines.append(f"problems that could not be scored, and are left out: {found['unscored']}")
+    priced = any(part["usd_saved"] for part in found["parts"])
+    head = ["part", "kind", "without", "whole - without", "calls saved", "tokens saved"]
+    rows = [[*head, *(["dollars saved"] if priced else []), "verdict"]]
+    for part in found["parts"]:
+        if not part["removable"]:
+            rows.append([part["name"], part["kind"], f"cannot be removed: {part['why']}"])
+            continue
+        if part["difference"] is None:
+            rows.append([part["name"], part["kind"], f"{part['verdict']}: {part['why']}"])
+            continue
+        change = f"{part['difference']:+.3f}"
+        if part["low"] is not None:
+            change += f" ({part['low']:+.3f} to {part['high']:+.3f})"
+        usd = part["usd_saved"]
+        verdict = part["verdict"] + (f": {part['why']}" if part["why"] else "")
+        money = ["unknown" if usd is None else f"{usd:.5f}"] if priced else []
+        saved = [f"{part['calls_saved']:.1f}", f"{part['tokens_saved']:.0f}", *money]
+        score = f"{part['score_without']:.3f}"
+        rows.append([part["name"], part["kind"], score, change, *saved, verdict])
+    whole = len(rows[0])
+    widths = [
+        max(len(row[at]) for row in rows if len(row) == whole or at < 2) for at in range(whole - 1)
+    ]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join([*cells[: len(row) - 1], row[-1]]))
+    return "\n".join(lines)
 
 
 # -- check_graph -------------------------------------------------------------------------------
