@@ -63,7 +63,9 @@ class Outcome:
     run_dir: str = ""
 
 
-def run_command(config: Path, seed: int, root: Path, flags: list[str]) -> tuple[Path, float]:
+def run_command(
+    config: Path, seed: int, root: Path, flags: list[str], verb: str = "run"
+) -> tuple[Path, float]:
     """Run a recipe's command once; returns its new folder under `root` and the peak bytes.
 
     Raises:
@@ -71,7 +73,7 @@ def run_command(config: Path, seed: int, root: Path, flags: list[str]) -> tuple[
     """
     root.mkdir(parents=True, exist_ok=True)
     root = Path(tempfile.mkdtemp(prefix=f"seed{seed}-", dir=root))  # never resumes an older run
-    command = [sys.executable, "-m", "aflow_tune.cli", str(config)]
+    command = [sys.executable, "-m", "aflow_tune.cli", verb, str(config)]
     command += [f"seed={seed}", f"checkpoint_root_dir={root}", *flags]
     peak = 0.0
     with (root / "output.txt").open("w+") as output:
