@@ -175,6 +175,19 @@ class WriterSection(AnsweringSection):
 
 
 @dataclass
+class DialoguesSection:
+    """Data sets of dialogues with tools, for `mode: train` and as task sets."""
+
+    catalogue: str | None = None
+    """A file of tools, for rows that only name them (SAGE, Seal-Tools). None: rows bring theirs."""
+    candidates: int = 4
+    """Tools offered with a row of Seal-Tools, those that it calls among them."""
+    task_weights: dict[str, float] = field(default_factory=dict)
+    """Share of each training batch by type of task: selection, planning, timing, retrieval.
+    Together 1. Empty: the rows in their order."""
+
+
+@dataclass
 class HarvestSection:
     """Collects pairs of problem and solving graph for supervised warm start of the writer."""
 
@@ -390,6 +403,7 @@ class AflowSections:
     runtime_env: RuntimeEnvSection = field(default_factory=RuntimeEnvSection)
     report: ReportSection = field(default_factory=ReportSection)
     rewards: RewardsSection = field(default_factory=RewardsSection)
+    dialogues: DialoguesSection = field(default_factory=DialoguesSection)
     mix: dict[str, MixSource] = field(default_factory=dict)
     """Shares of each training batch by source. Empty: Trinity's order of the task sets."""
     quick_eval: int | None = None

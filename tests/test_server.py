@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +19,6 @@ from aflow_tune.engines.local.sampler import Completion, Sampler, SamplingParams
 from aflow_tune.engines.local.server import (
     GreedyAnswers,
     SamplerServer,
-    parse_calls,
-    template_messages,
 )
 from aflow_tune.errors import BadInput
 
@@ -216,49 +213,3 @@ def test_what_leaves_nothing_to_chance_is_decoded_once(sampler: Sampler) -> None
 
 
 # --- tool-call text ----------------------------------------------------------------------------
-
-
-def call_text(name: str, arguments: dict) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-def test_calls_are_parsed_in_order_and_the_rest_is_content() -> None:
-    text = f"Thinking. {call_text('meet', {'age': 3})}\n{call_text('leave', {})}"
-    content, calls = parse_calls(text, ["meet", "leave"], salt="s")
-    assert content == "Thinking."
-    assert [c["function"] for c in calls] == [
-        {"name": "meet", "arguments": '{"age": 3}'},
-        {"name": "leave", "arguments": "{}"},
-    ]
-    assert calls[0]["id"] != calls[1]["id"]
-    assert parse_calls(text, ["meet", "leave"], salt="s")[1] == calls
-    assert parse_calls(text, ["meet", "leave"], salt="t")[1][0]["id"] != calls[0]["id"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "no call",
-        call_text("unknown", {}),
-        "<tool_call>{not json}</tool_call>",
-        '<tool_call>["meet"]</tool_call>',
-        '<tool_call>{"name": "meet", "arguments": 3}</tool_call>',
-    ],
-)
-def test_what_is_no_valid_call_stays_text(text: str) -> None:
-    assert parse_calls(text, ["meet"], salt="") == (text, [])
-
-
-def test_a_template_without_tools_gets_them_as_text() -> None:
-    messages = [
-        {"role": "system", "content": "Be kind."},
-        {"role": "assistant", "content": None, "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "meet", "arguments": '{"age": 3}'}}
-        ]},
-        {"role": "tool", "tool_call_id": "1", "content": "met"},
-    ]  # fmt: skip
-    system, assistant, result = template_messages(messages, [TOOL], native=False)
-    assert system["content"].startswith("Be kind.\n\n")
-    assert '"name": "meet"' in system["content"]
-    assert assistant == {"role": "assistant", "content": call_text("meet", {"age": 3})}
-    assert result == {"role": "user", "content": "<tool_response>\nmet\n</tool_response>"}

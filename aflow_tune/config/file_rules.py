@@ -6,7 +6,7 @@ are too long when it tokenises them.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 import json
 import math
@@ -23,6 +23,7 @@ from aflow_tune.config.schema import nearest
 from aflow_tune.config.settings import AflowConfig
 from aflow_tune.config.tasksets import (
     FROM_DATA,
+    catalogue_of,
     experience_buffer,
     fields_of_mix,
     is_file,
@@ -33,6 +34,7 @@ from aflow_tune.config.tasksets import (
     user_tasksets,
 )
 from aflow_tune.data.checks import Findings, check_fields, check_overlap, check_rows
+from aflow_tune.data.dialogues import Unfit, as_dialogue, as_pair, learnable
 from aflow_tune.data.fields import FieldRead, task_reads
 from aflow_tune.data.rows import Table
 from aflow_tune.engines.local.models import BUNDLED, cache_dir, damage_of, is_cached
@@ -126,8 +128,8 @@ def _checked_table(
     return None if rows.faults else table
 
 
-# The data set of `mode: train`, in Trinity's format: `sft` takes `messages` that end with the
-# assistant's turn, or a `prompt` and a `response`; `dpo` a prompt with a `chosen` and a `rejected`
+# The data set of `mode: train`: `sft` takes dialogues of any known form with a message of the
+# assistant, or a `prompt` and a `response`; `dpo` a prompt with a `chosen` and a `rejected`
 # response; `cpt` text.
 
 KEY = "buffer.trainer_input.experience_buffer"
@@ -182,62 +184,60 @@ def _check_experience_rows(config: AflowConfig, found: Findings) -> None:
     table = _checked_table(config, buffer, found)
     if table is None or kind not in FROM_DATA:
         return
+    dialogues = config.dialogues
+    try:
+        tools = catalogue_of(dialogues)
+    except BadInput as error:
+        found.faults += error.faults
+        return
+    read = functools.partial(as_dialogue, catalogue=tools, candidates=dialogues.candidates)
     problems = [
         Fault(place, *problem)
         for row, place in zip(table.rows, table.places, strict=True)
-        if (problem := _row_problem(kind, buffer.format, row)) is not None
+        if (problem := _row_problem(kind, buffer.format, row, read)) is not None
     ]
     found.faults += problems[:5]
 
 
-_LEARNED = {
-    ("sft", True): ("messages_key",),
-    ("sft", False): ("prompt_key", "system_prompt_key", "response_key"),
-    ("dpo", True): ("messages_key", "chosen_key", "rejected_key"),
-    ("dpo", False): ("prompt_key", "system_prompt_key", "chosen_key", "rejected_key"),
-    ("cpt", False): ("prompt_key",),
+_TEXTS = {
+    "sft": ("prompt_key", "system_prompt_key", "response_key"),
+    "dpo": ("prompt_key", "system_prompt_key", "chosen_key", "rejected_key"),
+    "cpt": ("prompt_key",),
 }
-"""Settings of `format` that name the fields learned from, by algorithm and whether the fields
-are lists of messages."""
+"""Settings of `format` that name the texts learned from, by algorithm."""
 
 
 def _row_problem(
-    kind: str, form: FormatConfig, row: Mapping[str, Any]
+    kind: str, form: FormatConfig, row: Mapping[str, Any], read: Callable[..., Any]
 ) -> tuple[str, str, str] | None:
-    """Expected, found and cure for a row that cannot be learned from; None if it can."""
-    chat = form.prompt_type is PromptType.MESSAGES and kind != "cpt"
-    for setting in _LEARNED[kind, chat]:
-        key = getattr(form, setting)
-        if key is None and not chat:
+    """Expected, found and fix for a row that cannot be learned from; None if it can, or if the run
+    leaves it out and says so. `read`: `as_dialogue` with its catalogue."""
+    if form.prompt_type is PromptType.MESSAGES and kind != "cpt":
+        fix = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+        fix = f'"messages": {fix}; see docs/agents.md for other forms'
+        if near := nearest(str(form.messages_key), row, 0.5):
+            fix = f"{KEY}.format.messages_key: {near}"
+        try:
+            if kind == "dpo":
+                as_pair(row, keys=(form.messages_key, form.chosen_key, form.rejected_key))
+            elif not learnable(read(row, key=form.messages_key)):
+                expected = "a message of the assistant: it is what is learned"
+                return expected, "none", "add the answer, or remove the row"
+        except Unfit:
+            return None
+        except ValueError as error:
+            return "a pair of answers" if kind == "dpo" else "a dialogue", str(error), fix
+        return None
+    for setting in _TEXTS[kind]:
+        if (key := getattr(form, setting)) is None:
             continue
         if key not in row:
             fix = f"{KEY}.format.{setting}: {nearest(str(key), row, 0.5) or 'COLUMN'}"
             return f"a field {key!r} (format.{setting})", ", ".join(map(repr, row)), fix
-        value = row[key]
-        short = f"{value!r:.80}"
-        if not chat:
-            if not isinstance(value, str) or not value.strip():
-                return f"a text under {key!r}", short, "write the text, or remove the row"
-            continue
-        if isinstance(value, str):
-            with contextlib.suppress(json.JSONDecodeError):
-                value = json.loads(value)
-        if not isinstance(value, list) or not value or not all(map(_is_message, value)):
-            fix = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
-            return f"a list of messages under {key!r}", short, fix
-        last = value[-1]["role"]
-        if last != "assistant" and (kind == "sft" or setting != "messages_key"):
-            expected = f"the assistant's message at the end of {key!r}: it is what is learned"
-            return expected, f"{last!r} at the end", "add the answer, or remove the row"
+        if not isinstance(row[key], str) or not row[key].strip():
+            short = f"{row[key]!r:.80}"
+            return f"a text under {key!r}", short, "write the text, or remove the row"
     return None
-
-
-def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and (isinstance(message.get("content"), (str, list)) or bool(message.get("tool_calls")))
-    )
 
 
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tokenization_*.py")

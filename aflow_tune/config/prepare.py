@@ -115,6 +115,9 @@ def prepare(
     return kept.changes
 
 
+_EXAMPLES = "buffer.trainer_input.experience_buffer"
+
+
 def _take_out(config: AflowConfig, purpose: Purpose) -> None:
     """Remove what this purpose and mode do not read, which a stage may inherit; spell out names."""
     spell_out(config)
@@ -136,10 +139,12 @@ def _take_out(config: AflowConfig, purpose: Purpose) -> None:
         inputs.taskset, inputs.tasksets, config.mix = None, [], {}
     buffer = config.buffer.trainer_input.experience_buffer
     if config.mode == "train" and buffer is not None and buffer.path:
-        if not config.positions.given("buffer.trainer_input.experience_buffer.storage_type"):
+        if not config.positions.given(f"{_EXAMPLES}.storage_type"):
             buffer.storage_type = StorageType.FILE.value
         if buffer.storage_type == BATCH_FILES:  # a file is a batch, of any size
             config.buffer.train_batch_size = config.buffer.train_batch_size or 1
+        if not config.positions.given(f"{_EXAMPLES}.format.enable_concatenated_multi_turn"):
+            buffer.format.enable_concatenated_multi_turn = True
         buffer.name = buffer.name or "experiences"
 
 

@@ -25,6 +25,7 @@ from trinity.common.config import DataSelectorConfig, ExperienceBufferConfig, Ta
 
 from aflow_tune.config.schema import nearest
 from aflow_tune.config.settings import AflowConfig
+from aflow_tune.data.catalogue import Tool, read_catalogue
 from aflow_tune.data.checks import sources
 from aflow_tune.data.mix import DEFAULT_SHARES, KINDS, default_shares, exact_shares, kind_of
 from aflow_tune.data.rows import Table, file_format, read_table
@@ -32,6 +33,7 @@ from aflow_tune.engines.local.models import BUNDLED
 from aflow_tune.errors import Fault
 from aflow_tune.files import write_json
 from aflow_tune.find_ray import find_ray, uses_ray
+from aflow_tune.sections import DialoguesSection
 from aflow_tune.shipping import path_here
 
 FROM_DATA = ("sft", "dpo", "cpt")
@@ -82,6 +84,14 @@ def user_tasksets(config: AflowConfig) -> list[tuple[str, TasksetConfig, bool]]:
 def experience_buffer(config: AflowConfig) -> ExperienceBufferConfig | None:
     """The data set of `mode: train`; None in every other mode."""
     return config.buffer.trainer_input.experience_buffer if config.mode == "train" else None
+
+
+def catalogue_of(section: DialoguesSection) -> dict[str, Tool]:
+    """The tools of `dialogues.catalogue` by name; empty without one. Raises BadInput: the file
+    cannot be read."""
+    if section.catalogue is None:
+        return {}
+    return {tool.name: tool for tool in read_catalogue(Path(section.catalogue))}
 
 
 def is_file(taskset: TasksetConfig | ExperienceBufferConfig) -> bool:
@@ -168,6 +178,9 @@ def settle_paths(config: AflowConfig) -> None:
         name = str(model.model_path or "")
         if name and name not in BUNDLED and Path(name).expanduser().is_dir():
             model.model_path = os.path.abspath(os.path.expanduser(name))
+    if config.dialogues.catalogue is not None:
+        found_at = config.positions.beside(config.dialogues.catalogue)
+        config.dialogues.catalogue = str(found_at.absolute())
     buffer, tables = experience_buffer(config), config.prepared.tables
     sets: list[TasksetConfig | ExperienceBufferConfig]
     sets = [taskset for _, taskset, _ in user_tasksets(config)]

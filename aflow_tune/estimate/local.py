@@ -229,7 +229,7 @@ def _step(
 
     The micro-batch is filled as `packing.micro_batches` does: rollouts of a task share the prompt
     of their first call, later calls have prompts of their own, unless a rehearsal showed what is
-    shared. A rollout stays in one micro-batch, as does a whole task if the loss needs its group. A
+    shared. A rollout stays in one micro-batch. A
     row of `mode: train` is a sample or a pair.
 
     Attention repeats shared prompts, so its keys count by rows; each layer builds its mask, one
@@ -249,7 +249,6 @@ def _step(
     task = prompts + repeats * calls * response
     run = calls * min(most, lengths.longest_prompt + lengths.longest_response)
     tokens = min(tasks * task, max(config.local.micro_batch_tokens, run))
-    tokens = task if loss.per_group else tokens
     share = tokens / task
     keys = (prompt + (repeats + later) * length) / task
     pairs = share * (prompt**2 + repeats * response * length + later * length**2)

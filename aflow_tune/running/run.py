@@ -26,6 +26,8 @@ from aflow_tune.config.validate import check_data, check_run_prompts, needs_work
 from aflow_tune.contract.signature import check_functions
 from aflow_tune.engines.local.checkpoint import verify_checkpoint
 from aflow_tune.engines.trinity.readers import (
+    Experiences,
+    hand_over,
     left_out_warning,
     materialise_experiences,
     open_experiences,
@@ -308,6 +310,8 @@ class DataRun(Run):
 
     def _engine(self, phase: Phase, stop: Stop) -> int:
         if self.config.engine == "trinity":
+            if isinstance(self.reader, Experiences):
+                hand_over(self.reader, self.config, self.target)
             return super()._engine(phase, stop)
         from aflow_tune.engines.trinity.inline import InlineRun
 

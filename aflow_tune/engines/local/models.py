@@ -216,6 +216,15 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def end_tokens(path: Path) -> list[int]:
+    """The tokens at which the model stops, by its generation_config.json; empty without one."""
+    try:
+        given = json.loads((path / "generation_config.json").read_text())["eos_token_id"]
+    except (OSError, ValueError, KeyError):
+        return []
+    return given if isinstance(given, list) else [given]
+
+
 def pick_device(setting: str) -> torch.device:
     """The device for `local.device`; `auto`: CUDA, else MPS, else CPU. Raises BadInput: missing."""
     import torch

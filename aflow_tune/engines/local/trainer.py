@@ -5,8 +5,8 @@ the *whole* train batch. Up to rounding, the update does not depend on the split
 the loss is called once per micro-batch on the full [B, R] matrix, in which only the micro-batch's
 rows carry a gradient; the others hold placeholders (this step's values if computed, else the
 behaviour policy's). If a loss is a sum over sequences divided by something that depends on masks
-only, as in all of Trinity's aggregation modes, its gradient does not depend on the placeholders. A
-loss that couples rows (DPO's pairs) sets `per_group` and is called on one group at a time.
+only, as in all of Trinity's aggregation modes, its gradient does not depend on the placeholders. So
+with a loss that couples the rows of one run (DPO's pairs), which a micro-batch never splits.
 """
 
 from __future__ import annotations
@@ -92,21 +92,12 @@ class LossBatch:
     entropy_BR: Tensor | None
     extra: dict[str, Tensor]
 
-    def rows(self, index: slice) -> LossBatch:
-        def part(it: Any) -> Any:
-            if isinstance(it, dict):
-                return {name: value[index] for name, value in it.items()}
-            return None if it is None else it[index]
-
-        return LossBatch(**{name: part(it) for name, it in vars(self).items()})
-
 
 class LossFn(Protocol):
     """A loss over a train batch; the module's docstring says what it must satisfy. `needs_entropy`:
-    fill `entropy_BR`. `per_group`: call it on each group alone and average."""
+    fill `entropy_BR`."""
 
     needs_entropy: bool
-    per_group: bool
 
     def __call__(self, batch: LossBatch) -> tuple[Tensor, dict[str, float]]:
         """The scalar to minimise, and metrics."""
@@ -162,24 +153,19 @@ class LocalTrainer:
     def _step(self, groups: Sequence[Sequence[Sample]], loss: LossFn) -> dict[str, float]:
         started = time.perf_counter()
         samples = [sample for group in groups for sample in group]
-        stops = list(itertools.accumulate(len(group) for group in groups))
-        spans = [slice(stop - len(group), stop) for group, stop in zip(groups, stops, strict=True)]
         batch = self.pad(samples, entropy=loss.needs_entropy)
         self._zero_grad()
-        passes = [list(range(span.start, span.stop)) for span in spans]
-        if not loss.per_group:
-            passes = micro_batches(samples, passes, self.settings.micro_batch_tokens)
+        numbers = iter(range(len(samples)))
+        whole = [list(itertools.islice(numbers, len(group))) for group in groups]
+        passes = micro_batches(samples, whole, self.settings.micro_batch_tokens)
         for indices in passes:
             part = [samples[i] for i in indices]
             width = batch.logprobs_BR.shape[1]
             logprobs, entropy = self.policy.scores(part, width, entropy=loss.needs_entropy)
-            self._backward(loss, batch, len(spans), indices, logprobs, entropy)
+            self._backward(loss, batch, indices, logprobs, entropy)
         with torch.no_grad():  # metrics over the whole batch, now that all rows are computed
-            parts = [loss(batch.rows(at)) for at in (spans if loss.per_group else [slice(None)])]
-        metrics = {
-            name: sum(found[name] for _, found in parts) / len(parts) for name in parts[0][1]
-        }
-        metrics["actor/final_loss"] = float(torch.stack([value for value, _ in parts]).mean())
+            value, metrics = loss(batch)
+        metrics["actor/final_loss"] = float(value)
         metrics |= self._update()
         metrics["perf/train_tokens"] = float(sum(len(sample.tokens_T) for sample in samples))
         metrics["perf/micro_batches"] = float(len(passes))
@@ -245,7 +231,6 @@ class LocalTrainer:
         self,
         loss: LossFn,
         batch: LossBatch,
-        groups: int,
         indices: list[int],
         logprobs: Tensor,
         entropy: Tensor | None,
@@ -262,11 +247,7 @@ class LocalTrainer:
             whole: Tensor = getattr(batch, name)
             whole[rows] = output.detach()
             changed[name] = whole.index_put((rows,), leaves[-1])
-        seen = replace(batch, **changed)
-        if loss.per_group:  # a micro-batch is a group
-            value = loss(seen.rows(slice(indices[0], indices[-1] + 1)))[0] / groups
-        else:
-            value = loss(seen)[0]
+        value = loss(replace(batch, **changed))[0]
         if not value.requires_grad or not logprobs.requires_grad:
             return
         grads = torch.autograd.grad(value, leaves, allow_unused=True)

@@ -49,8 +49,6 @@ class TrinityLoss:
         self.mode = algorithm.loss_agg_mode or "token-mean"
         self.uses_kl = _counts(self.kl)
         self.needs_reference = self.uses_kl or "ref_logprob" in self.policy.select_keys
-        # DPO's loss is a function of one pair's summed log-probabilities, not a sum over rows.
-        self.per_group = algorithm.algorithm_type == "dpo"
         self.needs_entropy = (
             not isinstance(self.entropy, DummyEntropyLossFn)
             and getattr(self.entropy, "entropy_coef", 1.0) != 0
@@ -128,6 +126,10 @@ class TrainStep:
         flat = [exp for group in groups for exp in group]
         by_group = [[to_sample(exp) for exp in group] for group in groups]
         samples = [sample for group in by_group for sample in group]
+        if self.algorithm.algorithm_type == "dpo":
+            for number, pair in enumerate(by_group):
+                for sample in pair:
+                    sample.run = number  # a micro-batch never splits a run
         if not self.algorithm.bypass_old_logprobs:
             for sample, old_R in zip(samples, self.trainer.logprobs(samples), strict=True):
                 sample.logprobs_R = old_R
