@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from aflow_tune.config.tasksets import (
 from aflow_tune.data.checks import Findings, check_fields, check_overlap, check_rows
 from aflow_tune.data.dialogues import Unfit, as_dialogue, as_pair, learnable
 from aflow_tune.data.fields import FieldRead, task_reads
+from aflow_tune.data.leaks import shared_dialogues
 from aflow_tune.data.rows import Table
 from aflow_tune.engines.local.models import BUNDLED, cache_dir, damage_of, is_cached
 from aflow_tune.errors import BadInput, Fault
@@ -108,7 +109,7 @@ def check_data(
         found.warnings += [text for text in fields.warnings if text not in found.warnings]
     if not harvest:
         found.add(check_overlap(training, held_out))
-    _check_experience_rows(config, found)
+    _check_experience_rows(config, found, held_out)
     return found
 
 
@@ -176,8 +177,9 @@ def awaited(config: AflowConfig) -> bool:
     return path is not None and buffer is not None and locate(config, buffer).kind == "missing"
 
 
-def _check_experience_rows(config: AflowConfig, found: Findings) -> None:
-    """Add faults of rows that are unreadable, or lack what the algorithm learns from."""
+def _check_experience_rows(config: AflowConfig, found: Findings, tables: Sequence[Table]) -> None:
+    """Add faults of rows that are unreadable, or lack what the algorithm learns from; and warnings
+    about dialogues that the held-out `tables` share with them."""
     buffer, kind = experience_buffer(config), config.algorithm.algorithm_type
     if buffer is None or awaited(config):
         return
@@ -197,6 +199,9 @@ def _check_experience_rows(config: AflowConfig, found: Findings) -> None:
         if (problem := _row_problem(kind, buffer.format, row, read)) is not None
     ]
     found.faults += problems[:5]
+    for held_out in () if problems else tables:
+        if shared := shared_dialogues([table], held_out, tools):
+            found.warnings += [f"{held_out.source}: {line}" for line in shared.lines()]
 
 
 _TEXTS = {
