@@ -103,7 +103,7 @@ def test_a_form_is_recognised(form: str) -> None:
 def test_bfcls_possible_values_are_kept() -> None:
     gold = as_dialogue(FORMS["bfcl"])["gold"]
     values = {"city": ["Oslo", "Oslo, Norway"], "unit": ["", "C"]}
-    assert gold["calls"] == [{"name": "weather", "arguments": values}]
+    assert gold["calls"] == [[{"name": "weather", "arguments": values}]]
     several = {**FORMS["bfcl"], "question": [[{"role": "user", "content": "a"}]] * 2}
     with pytest.raises(Unfit, match="several turns"):
         as_dialogue(several)

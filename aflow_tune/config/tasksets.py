@@ -12,6 +12,7 @@ into one, read by `readers.MixReader`; `aflow_tune.data.mix` decides which items
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -27,12 +28,14 @@ from aflow_tune.config.schema import nearest
 from aflow_tune.config.settings import AflowConfig
 from aflow_tune.data.catalogue import Tool, read_catalogue
 from aflow_tune.data.checks import sources
+from aflow_tune.data.dialogues import dialogues_of, of_split, with_answers
 from aflow_tune.data.mix import DEFAULT_SHARES, KINDS, default_shares, exact_shares, kind_of
 from aflow_tune.data.rows import Table, file_format, read_table
 from aflow_tune.engines.local.models import BUNDLED
 from aflow_tune.errors import Fault
-from aflow_tune.files import write_json
+from aflow_tune.files import write_json, write_whole
 from aflow_tune.find_ray import find_ray, uses_ray
+from aflow_tune.scoring.turns import as_tasks
 from aflow_tune.sections import DialoguesSection
 from aflow_tune.shipping import path_here
 
@@ -139,8 +142,44 @@ def read_taskset(
     key = (str(taskset.path), taskset.split, taskset.subset_name)
     if key not in tables:
         found = locate(config, taskset)
-        tables[key] = read_table(str(taskset.path), found.files) if found.files else None
+        table, whole = None, reads_dialogues(config)  # whole: what is read is what is tuned on
+        if found.files:
+            table = read_table(str(taskset.path), found.files, whole=whole)
+        if table is not None and not table.faults:
+            table = _dialogues(config, taskset, found.files, table)
+        tables[key] = table
     return tables[key]
+
+
+def reads_dialogues(config: AflowConfig) -> bool:
+    """Whether task sets are dialogues of any form, each turn a task: with a section `dialogues`."""
+    return config.positions.given("dialogues")
+
+
+def _dialogues(
+    config: AflowConfig,
+    taskset: TasksetConfig | ExperienceBufferConfig,
+    files: list[Path],
+    table: Table,
+) -> Table:
+    """The rows to learn from, or with `reads_dialogues` the turns of a task set's dialogues."""
+    if isinstance(taskset, ExperienceBufferConfig):
+        return of_split(with_answers(table, files), held_out=False)
+    if not reads_dialogues(config):
+        return table
+    held_out = any(taskset is one for _, one, is_held_out in user_tasksets(config) if is_held_out)
+    found = dialogues_of(
+        with_answers(table, files),
+        catalogue_of(config.dialogues),
+        config.dialogues.candidates,
+        held_out=held_out,
+    )
+    tasks, places = [], []
+    for row, place in zip(found.rows, found.places, strict=True):
+        for task in as_tasks([{**row, "id": row.get("id", place)}]):
+            tasks.append(task)
+            places.append(place)
+    return replace(found, rows=tasks, places=places, total=len(tasks))
 
 
 def training_rows(config: AflowConfig) -> int | None:
@@ -213,6 +252,13 @@ def materialise_tasksets(config: AflowConfig, run_dir: Path | None = None) -> No
         files: list[Path] = []
         on_disk = found.kind in ("file", "folder") and not re.search(r"[\[+]", taskset.split)
         mixed = table is not None and ((config.mix and not held_out) or len(sources(table)) > 1)
+        if table is not None and reads_dialogues(config):
+            rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in table.rows)
+            shutil.rmtree(folder, ignore_errors=True)
+            write_whole(folder / f"{_FILE_SPLIT}.jsonl", rows)
+            taskset.storage_type = ROWS_READER
+            taskset.path, taskset.split, taskset.subset_name = str(folder), _FILE_SPLIT, None
+            continue
         if on_disk and mixed:  # Trinity's table would give each column one type
             taskset.storage_type, files = ROWS_READER, found.files
         elif source.is_file() or (source.is_dir() and "+" not in taskset.split):

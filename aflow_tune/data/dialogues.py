@@ -21,11 +21,17 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from aflow_tune.data.catalogue import Tool, tools_of
+from aflow_tune.data.rows import Table, read_table
+from aflow_tune.errors import Fault
 
+HELD_OUT = ("test", "dev", "validation", "val")
 TASK_TYPES = ("selection", "planning", "timing", "retrieval")
 SPEAKERS = {"human": "user", "user": "user", "system": "system", "tool": "tool"}
 SPEAKERS |= {"gpt": "assistant", "assistant": "assistant", "function_call": "call"}
@@ -94,6 +100,73 @@ def as_dialogue(
     _check_calls(found)
     found["task_type"] = task_type(found, str(row.get("goal") or ""), row.get("target_tools"))
     return found
+
+
+def of_split(table: Table, *, held_out: bool) -> Table:
+    """The rows of a split, where rows name theirs under `split`: those of `train`, or else of
+    `test` (of `dev` or `validation` without it). Other tables as they are."""
+    splits = Counter(str(row["split"]) for row in table.rows if row.get("split") is not None)
+    if splits.keys() <= {"train"} and not held_out:
+        return table
+    named = [name for name in HELD_OUT if name in splits]
+    wanted = named[:1] if held_out else ["train"] if named and "train" in splits else []
+    if not wanted:
+        return table
+    kept = [at for at, row in enumerate(table.rows) if row.get("split") in (None, *wanted)]
+    others = ", ".join(f"{name} {count}" for name, count in splits.items() if name not in wanted)
+    told = [f"{table.source}: rows of other splits: {others}"] if others else []
+    return _part(table, kept, told)
+
+
+def with_answers(table: Table, files: Iterable[Path]) -> Table:
+    """BFCL's questions with their `ground_truth`, from `possible_answer/` beside their files."""
+    answers: dict[str, Any] = {}
+    for file in files:
+        beside = file.parent / "possible_answer" / file.name
+        if beside.is_file():
+            for row in read_table(str(beside), [beside], whole=True).rows:
+                answers[str(row.get("id"))] = row.get("ground_truth")
+    if not answers:
+        return table
+    rows = [
+        {**row, "ground_truth": answers[str(row.get("id"))]}
+        if str(row.get("id")) in answers and "ground_truth" not in row
+        else row
+        for row in table.rows
+    ]
+    return replace(table, rows=rows)
+
+
+def dialogues_of(
+    table: Table, catalogue: Mapping[str, Tool], candidates: int, *, held_out: bool
+) -> Table:
+    """A table of rows of any form as dialogues. Rows that do not fit are in `left_out`, those of no
+    known form in `faults`."""
+    table = of_split(table, held_out=held_out)
+    kept: list[int] = []
+    rows: list[dict[str, Any]] = []
+    faults, left_out = list(table.faults), []
+    for at, (row, place) in enumerate(zip(table.rows, table.places, strict=True)):
+        try:
+            rows.append(as_dialogue(row, catalogue, candidates=candidates))
+            kept.append(at)
+        except Unfit as error:
+            left_out.append(f"{place}: {error}")
+        except ValueError as error:
+            expected, fix = "a dialogue of a known form", "see docs/agents.md, or remove this row"
+            faults.append(Fault(place, expected, str(error), fix))
+    found = _part(table, kept, left_out)
+    return replace(found, rows=rows, faults=faults[:5])
+
+
+def _part(table: Table, kept: Sequence[int], left_out: Sequence[str]) -> Table:
+    return replace(
+        table,
+        rows=[table.rows[at] for at in kept],
+        places=[table.places[at] for at in kept],
+        total=len(kept),
+        left_out=[*table.left_out, *left_out],
+    )
 
 
 def learnable(dialogue: Row) -> bool:
@@ -357,7 +430,7 @@ def _bfcl(row: Row) -> dict[str, Any]:
     if firsts:
         _add_calls(messages, firsts)
     calls = [{"name": name, "arguments": values} for name, values in wanted]
-    found["gold"] = {"calls": calls, "call": bool(calls)}
+    found["gold"] = {"calls": [[call] for call in calls], "call": bool(calls)}
     return found
 
 

@@ -49,7 +49,7 @@ from aflow_tune.config.tasksets import (
     on_cluster,
 )
 from aflow_tune.data.checks import source_of
-from aflow_tune.data.dialogues import Unfit, as_dialogue, as_pair
+from aflow_tune.data.dialogues import Unfit, as_dialogue, as_pair, of_split, with_answers
 from aflow_tune.data.mix import Mix, exact_shares, sample
 from aflow_tune.data.rows import Table, read_table, with_source
 from aflow_tune.engines.local.chat import Renderer
@@ -235,7 +235,7 @@ class Experiences(_Made):
         dialogues: DialoguesSection,
         seed: int = 0,
     ) -> None:
-        self.left_out: list[str] = []
+        self.left_out: list[str] = list(table.left_out)
         self.rows: list[Mapping[str, Any]] = []
         """The row of each experience."""
         self._table, self._longest = table, longest
@@ -451,6 +451,7 @@ def open_experiences(config: AflowConfig) -> Experiences | BatchFiles:
         table = read_table(str(buffer.path), files, whole=True)
         if table.faults:
             raise BadInput(f"{buffer.path} cannot be read.", table.faults)
+        table = of_split(with_answers(table, files), held_out=False)
     else:
         table = _from_hub(storage)
     return Experiences(storage, table, longest, config.dialogues, config.seed)
