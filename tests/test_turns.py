@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from project import write_project
 from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer, make_task
 from trinity.common.experience import Experience
 
+from aflow_tune.cli import main
 from aflow_tune.contract.plugins import resolve
 from aflow_tune.errors import BadInput
 from aflow_tune.scoring.rewards import Unscored, reward_faults
@@ -238,3 +240,57 @@ def test_the_workflow_asks_for_each_turn_and_records_its_measures() -> None:
     assert metrics["tool_selection_accuracy"] == metrics["planning/argument_correctness"] == 1
     assert metrics["timing_precision"] == metrics["end_to_end_success"] == pytest.approx(2 / 3)
     assert "plan_success_rate" not in metrics
+
+
+def test_eval_tells_the_measures_of_each_task_type_and_pairs_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four tasks; `small` never calls with the right argument, `tuned` always where a plan is
+    wanted. The tools of the rows differ, and so do the arguments of their calls."""
+    rows = []
+    for number in range(4):
+        kind, name = ("planning", "book") if number < 2 else ("selection", "find")
+        task = row(said((name, {f"for_{number}": number})), task_type=kind)
+        task["messages"] = [{"role": "user", "content": f"task {number}"}, task["messages"][1]]
+        task["tools"] = [tool(name, **{f"for_{number}": number + 1})]
+        rows.append(task)
+
+    def answer(request: dict[str, Any]) -> Reply:
+        number = int(request["messages"][-1]["content"].split()[1])
+        (offered,) = request["tools"]
+        assert list(offered["function"]["parameters"]["properties"]) == [f"for_{number}"]
+        right = request["model"] == "tuned" and number < 2
+        name = offered["function"]["name"]
+        return Reply("", tool_calls=[(name, {f"for_{number}": number if right else -1})])
+
+    config = write_project(tmp_path, Path("nobody/no-such-model"))
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = config.read_text().replace("score: letters", "score: end_to_end_success")
+    config.write_text(
+        text.replace(f"{tmp_path}/flow.py:two_calls", f"{ROOT}/workflows/use_tools.py")
+    )
+    with ScriptedServer(answer) as server:
+        asked = ["--endpoint", server.url, "--model", "small", "tuned", "--samples", "2"]
+        assert main(["eval", str(config), *asked, "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert main(["eval", str(config), *asked]) == 0
+    cells = [column["tasksets"]["held_out"] for column in result["columns"]]
+    # 0, 0 and 1, 1: mean 0.5, standard deviation sqrt(4 * 0.25 / 3), Wilson's interval of 2 of 4.
+    assert cells[1]["agents"]["argument_correctness"] == {
+        "mean": 0.5, "std": pytest.approx(3**-0.5), "count": 4,
+        "low": pytest.approx(0.1500, abs=1e-4), "high": pytest.approx(0.8500, abs=1e-4),
+    }  # fmt: skip
+    by_type = [cell["agents_by_type"] for cell in cells]
+    means = [[of[kind]["end_to_end_success"]["mean"] for kind in of] for of in by_type]
+    assert means == [[0.0, 0.0], [1.0, 0.0]]
+    assert list(by_type[0]) == ["planning", "selection"]
+    assert "plan_success_rate" not in cells[0]["agents"]
+    paired = result["comparisons"][0]["agents"]
+    assert paired["argument_correctness, planning"]["difference"]["mean"] == 1.0
+    # 1, 1, 0, 0: 0.5 +- t(3) 3.182446 * 0.577350 / 2
+    difference = paired["argument_correctness"]["difference"]
+    assert difference["low"] == pytest.approx(0.5 - 3.182446 * 3**-0.5 / 2, abs=1e-6)
+    assert paired["tool_selection_accuracy"]["difference"]["mean"] == 0.0
+    shown = capsys.readouterr().out
+    assert "argument_correctness, planning went from 0.000 to 1.000" in shown
+    assert "0.500 ± 0.577 (0.150 to 0.850, n = 4)" in shown
