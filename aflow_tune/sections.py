@@ -342,6 +342,26 @@ class AgentRewardSection:
 
 
 @dataclass
+class TurnRewardSection:
+    """The reward of one turn of an agent: weights of the measures, each in [0, 1], that compare its
+    tool calls with the gold ones. The weight of one that does not apply is spread over the others.
+    """
+
+    end_to_end_success: float = 0.40
+    """The turn is right as a whole."""
+    tool_selection_accuracy: float = 0.20
+    """The names of its calls."""
+    argument_correctness: float = 0.20
+    """Their arguments."""
+    timing_precision: float = 0.10
+    """Whether it calls at all."""
+    plan_success_rate: float = 0.05
+    """The order of its calls, for tasks with a plan."""
+    step_efficiency: float = 0.05
+    """No more calls than needed. The six weights are 1 together."""
+
+
+@dataclass
 class RewardsSection:
     """Settings of the rewards that come with the package, in `rewards/`."""
 
@@ -349,6 +369,7 @@ class RewardsSection:
     """For rows that name none: gsm8k, math, humaneval, mbpp, hotpotqa, drop, reasoning_gym:TASK."""
     five_part: FivePartSection = field(default_factory=FivePartSection)
     agent: AgentRewardSection = field(default_factory=AgentRewardSection)
+    turns: TurnRewardSection = field(default_factory=TurnRewardSection)
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 Trinity reads a task set of `storage_type: file` with `datasets.load_dataset(path, subset_name,
 split)`: a hub id or a folder, never a plain file. We also accept a file: at launch it is linked
-into a folder of the run. Files with rows of several sources are read by our `RowsReader`. Checks
-fetch nothing: they read a hub data set from the local cache or not at all.
+into a folder of the run. Files with rows of several sources, or with `messages`, are read by our
+`RowsReader`. Checks fetch nothing: they read a hub data set from the local cache or not at all.
 
 A mix (`mix:`) gives each source its share of every training batch. A source is the training task
 set of that name, or the rows with `source: NAME`. When the run starts, the task sets are merged
@@ -251,7 +251,6 @@ def materialise_tasksets(config: AflowConfig, run_dir: Path | None = None) -> No
         found, table, part = locate(config, taskset), read_taskset(config, taskset), ""
         files: list[Path] = []
         on_disk = found.kind in ("file", "folder") and not re.search(r"[\[+]", taskset.split)
-        mixed = table is not None and ((config.mix and not held_out) or len(sources(table)) > 1)
         if table is not None and reads_dialogues(config):
             rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in table.rows)
             shutil.rmtree(folder, ignore_errors=True)
@@ -259,6 +258,11 @@ def materialise_tasksets(config: AflowConfig, run_dir: Path | None = None) -> No
             taskset.storage_type = ROWS_READER
             taskset.path, taskset.split, taskset.subset_name = str(folder), _FILE_SPLIT, None
             continue
+        mixed = table is not None and (
+            (config.mix and not held_out)
+            or len(sources(table)) > 1
+            or any("messages" in row for row in table.rows)
+        )
         if on_disk and mixed:  # Trinity's table would give each column one type
             taskset.storage_type, files = ROWS_READER, found.files
         elif source.is_file() or (source.is_dir() and "+" not in taskset.split):
