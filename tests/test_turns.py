@@ -19,6 +19,7 @@ from aflow_tune.contract.plugins import resolve
 from aflow_tune.errors import BadInput
 from aflow_tune.scoring.rewards import Unscored, reward_faults
 from aflow_tune.scoring.turns import as_tasks, calls_of, measures, prompt_of, turn_reward
+from aflow_tune.scoring.use_tools import use_tools
 from aflow_tune.sections import RewardsSection, TurnRewardSection
 
 ROOT = Path(__file__).parents[1]
@@ -223,7 +224,6 @@ def test_the_workflow_asks_for_each_turn_and_records_its_measures() -> None:
             return Reply(tool_calls=[("find", {"n": 2})])
         return Reply("<tool_call>" + json.dumps({"name": "book", "arguments": {}}) + "</tool_call>")
 
-    use_tools = resolve(f"{ROOT}/workflows/use_tools.py:use_tools")
     with ScriptedServer(answer) as server:
         runner = ScriptedRunner(ScriptedModel(server.url))
         task = replace(make_task(use_tools), raw_task=json.loads(json.dumps(DIALOGUE)))
@@ -266,9 +266,7 @@ def test_eval_tells_the_measures_of_each_task_type_and_pairs_them(
     config = write_project(tmp_path, Path("nobody/no-such-model"))
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = config.read_text().replace("score: letters", "score: end_to_end_success")
-    config.write_text(
-        text.replace(f"{tmp_path}/flow.py:two_calls", f"{ROOT}/workflows/use_tools.py")
-    )
+    config.write_text(text.replace(f"workflow: {tmp_path}/flow.py:two_calls", "dialogues: {}"))
     with ScriptedServer(answer) as server:
         asked = ["--endpoint", server.url, "--model", "small", "tuned", "--samples", "2"]
         assert main(["eval", str(config), *asked, "--json"]) == 0

@@ -6,14 +6,14 @@ model answered in one turn does not change the next. A benchmark row has one tur
 that is not cut into turns (`aflow_tune.scoring.turns.as_tasks`) all are asked at once, measures and
 reward are means over its turns, and each call has its turn's reward as its step reward.
 
-    workflow: workflows/use_tools.py:use_tools
+    dialogues: {}          # and no `workflow`
     report: {score: end_to_end_success}
     rewards: {turns: {end_to_end_success: 0.4, ...}}
 """
 
 from __future__ import annotations
 
-from typing import Any, Dict
+from typing import Any
 
 from agentscope.model import TrinityChatModel
 
@@ -22,7 +22,7 @@ from aflow_tune.scoring import turns
 
 
 @workflow
-async def use_tools(task: Dict, model: TrinityChatModel) -> float:
+async def use_tools(task: dict, model: TrinityChatModel) -> float:
     """The mean reward of the row's turns; their measures are recorded, and again by task type as
     `TYPE/MEASURE`."""
     rewards, found = [], []
