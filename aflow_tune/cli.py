@@ -27,6 +27,7 @@ _COMMAND_MODULES: tuple[str, ...] = (
     "sweep",
     "harvest",
     "search",
+    "agent",
     "estimate",
     "score",
     "data",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aflow_tune.commands.options import (
     COUNT,
@@ -20,6 +20,9 @@ from aflow_tune.commands.options import (
     together,
 )
 from aflow_tune.errors import ExitCode, RunFailed
+
+if TYPE_CHECKING:
+    from aflow_tune.evaluation.columns import Request
 
 _DESCRIPTION = """\
 Run the workflow of a configuration on its held-out task sets and tell how well it does: mean and
@@ -105,19 +108,24 @@ def _find_config(options: argparse.Namespace) -> None:
 def _run(options: argparse.Namespace) -> int:
     beside = {"--endpoint": options.endpoint, "--model": options.served_models}
     together(beside, "The evaluation cannot be started.")
-    from rich.console import Console
-
     from aflow_tune.config.quiet import quiet
 
     quiet()
     from aflow_tune.evaluation.columns import Request
+
+    _find_config(options)
+    return measure(picked(options, Request), as_json=options.json)
+
+
+def measure(request: Request, *, as_json: bool = False) -> int:
+    """Measure, and print the result. Raises RunFailed: nothing was measured."""
+    from rich.console import Console
+
     from aflow_tune.evaluation.evaluate import JSON_NAME, EvalProgress, evaluate
     from aflow_tune.evaluation.results import PAGE_NAME, print_result
 
-    _find_config(options)
-    request = picked(options, Request)
-    result, out = evaluate(request, EvalProgress(Console(stderr=options.json)))
-    if options.json:
+    result, out = evaluate(request, EvalProgress(Console(stderr=as_json)))
+    if as_json:
         print_json(result.to_json())
     else:
         console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)

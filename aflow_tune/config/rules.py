@@ -33,6 +33,7 @@ from aflow_tune.config.settings import AflowConfig, value_of, words
 from aflow_tune.config.tasksets import (
     FROM_DATA,
     WITHOUT_TASKS,
+    catalogue_of,
     check_mix,
     experience_buffer,
     is_file,
@@ -41,8 +42,10 @@ from aflow_tune.config.tasksets import (
     user_tasksets,
 )
 from aflow_tune.data.checks import Findings
+from aflow_tune.data.dialogues import TASK_TYPES
 from aflow_tune.data.fields import most_calls
-from aflow_tune.errors import Fault
+from aflow_tune.data.mix import SUM_TOLERANCE
+from aflow_tune.errors import BadInput, Fault
 from aflow_tune.scoring.rewards import reward_faults
 from aflow_tune.sections import display
 
@@ -579,6 +582,24 @@ def _precision_and_gpus(case: Case) -> Found:
         yield config.fault(key, expected, told, "remove it, or train an adapter on vLLM")
 
 
+def _dialogues(case: Case) -> Found:
+    """Check the section `dialogues`."""
+    config, section = case.config, case.config.dialogues
+    if section.candidates < 1:
+        yield config.wrong("dialogues.candidates", "1 or more tools", "candidates: 4")
+    if section.catalogue is not None:
+        try:
+            catalogue_of(section)
+        except BadInput as error:
+            yield from error.faults
+    weights, key = section.task_weights, "dialogues.task_weights"
+    for kind in weights.keys() - set(TASK_TYPES):
+        yield _unknown_name(config, f"{key}.{kind}", kind, TASK_TYPES)
+    shares = [weights[kind] for kind in weights]
+    if weights and (min(shares) < 0 or abs(sum(shares) - 1) > SUM_TOLERANCE):
+        yield config.wrong(key, "shares of 0 or more, together 1", "selection: 0.5, planning: 0.5")
+
+
 def _search(case: Case) -> Found:
     """Check the section `search`, before a search or where a file that has one is checked."""
     if case.purpose is Purpose.SEARCH or case.config.positions.given("search"):
@@ -602,6 +623,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_tasksets),
     Rule(lambda case: check_harvest(case.config), (Purpose.HARVEST,)),
     Rule(_search, (Purpose.SEARCH, Purpose.CHECK)),
+    Rule(_dialogues),
     Rule(lambda case: check_mix(case.config), (*RUNS, Purpose.HARVEST)),
     Rule(_rows, _OF_DATA),
     Rule(lambda case: check_spend(case.config, tuned=case.local_model), (*RUNS, *_OF_DATA)),

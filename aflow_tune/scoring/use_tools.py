@@ -17,7 +17,8 @@ from typing import Any
 
 from agentscope.model import TrinityChatModel
 
-from aflow_tune import record_metrics, step_reward, workflow
+from aflow_tune.context import record_metrics, step_reward
+from aflow_tune.contract.plugins import workflow
 from aflow_tune.scoring import turns
 
 
