@@ -24,8 +24,11 @@ from aflow_tune.config.settings import Change
 from aflow_tune.config.tasksets import materialise_tasksets, merge_mix
 from aflow_tune.config.validate import check_data, check_run_prompts, needs_workflow
 from aflow_tune.contract.signature import check_functions
+from aflow_tune.data.coreset import count_of
 from aflow_tune.engines.local.checkpoint import verify_checkpoint
+from aflow_tune.engines.trinity.memory import choose_coreset, join_buffer, open_rehearsal
 from aflow_tune.engines.trinity.readers import (
+    Experiences,
     left_out_warning,
     materialise_experiences,
     open_experiences,
@@ -296,9 +299,16 @@ class DataRun(Run):
         return super()._target()
 
     def _rows(self) -> tuple[int, int, str]:
-        of_files = isinstance(self.reader, BatchFiles)
+        of_files, chosen = isinstance(self.reader, BatchFiles), self.config.coreset.size
         size = 1 if of_files else self.config.buffer.train_batch_size
-        return len(self.reader), size, "buffer.train_batch_size"
+        rows = len(self.reader)
+        if chosen is not None:
+            if (rows := count_of(chosen, rows)) > len(self.reader):
+                title, expected = "This data set is smaller than its coreset.", "a part of the rows"
+                where, found = self.config.positions.where("coreset.size"), f"{rows} rows"
+                fix = f"size: {len(self.reader)}, the rows that can be learned from, or fewer"
+                raise BadInput.of(title, where, expected, found, fix)
+        return rows, size, "buffer.train_batch_size"
 
     def _rewind(self) -> None:
         """On Trinity's engines the trainer itself keeps the position in the data."""
@@ -311,7 +321,18 @@ class DataRun(Run):
             return super()._engine(phase, stop)
         from aflow_tune.engines.trinity.inline import InlineRun
 
-        return asyncio.run(InlineRun(self.config, self.target, phase, stop, self.reader).run())
+        config, reader, choose = self.config, self.reader, None
+        if isinstance(reader, Experiences):  # `config.rules` refuses these sections without one
+            if config.coreset.size is not None:
+                choose = functools.partial(choose_coreset, config, reader)
+            if config.replay.buffer is not None:
+                reader = open_rehearsal(config, reader)
+        return asyncio.run(InlineRun(config, self.target, phase, stop, reader, choose).run())
+
+    def _prove(self, reached: int, stopped: bool, spent: bool) -> None:
+        super()._prove(reached, stopped, spent)
+        if self.config.replay.buffer is not None and isinstance(self.reader, Experiences):
+            join_buffer(self.config, self.reader)
 
 
 class _Stepless(Run):

@@ -37,7 +37,7 @@ from aflow_tune.config.names import BATCH_FILES
 from aflow_tune.config.tasksets import experience_buffer, link_files, locate, on_cluster
 from aflow_tune.data.checks import source_of
 from aflow_tune.data.mix import Mix, sample
-from aflow_tune.data.rows import read_table, with_source
+from aflow_tune.data.rows import Table, read_table, with_source
 from aflow_tune.engines.local.models import resolve_model
 from aflow_tune.engines.trinity.training.off_policy import BatchFiles
 from aflow_tune.errors import BadInput, Fault, RunFailed
@@ -185,10 +185,15 @@ def materialise_experiences(config: AflowConfig) -> None:
 class Experiences(ExperienceFileReader):
     """The rows of at most `longest` tokens (None: any length), in Trinity's batches; `left_out` has
     the `places` of the others. Raises BadInput: the formatter refuses a row, a row has no response,
-    or no row fits."""
+    or no row fits. `memory.py` changes which rows are read."""
+
+    table: Table | None = None
+    """The whole data set as it stands in its files; None if these are not on this machine."""
 
     def __init__(self, config: StorageConfig, places: list[str], longest: int | None) -> None:
         self.left_out: list[str] = []
+        self.numbers: list[int] = []
+        """Where in the data set each row that is read stands."""
         self._places = places
         self._longest = longest
         super().__init__(config)
@@ -226,6 +231,7 @@ class Experiences(ExperienceFileReader):
             faults = [Fault("model.max_model_len", expected, found, fix)]
         if faults:
             raise BadInput("The data set cannot be learned from.", faults[:_NAMED])
+        self.numbers = kept
         if len(kept) == len(rows):
             return formatter, batches
         return formatter, _HFBatchReader(
@@ -252,7 +258,9 @@ def open_experiences(config: AflowConfig) -> Experiences | BatchFiles:
     storage = replace(buffer.to_storage_config(), tokenizer_path=model)
     longest = config.model.max_model_len if config.engine == "local" else None
     try:
-        return Experiences(storage, table.places if table else [], longest)
+        reader = Experiences(storage, table.places if table else [], longest)
+        reader.table = table
+        return reader
     except BadInput:
         raise
     except (OSError, ValueError, DatasetsError) as error:
