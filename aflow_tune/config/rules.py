@@ -373,19 +373,19 @@ def _rows_to_learn(case: Case) -> Found:
     """Check `coreset` and `replay`: where they can be used, and that there are rows for them."""
     config, buffer = case.config, experience_buffer(case.config)
     for name, key in _ASK.items():
-        place, asked = f"{name}.{key}", value_of(config, f"{name}.{key}") is not None
-        if not config.positions.given(name) or config.positions.inherited(place):
-            if not asked or config.mode != "train":  # what a chain says holds for such stages only
-                continue
-        if not asked:
+        place, given = f"{name}.{key}", config.positions.given(name)
+        asked = value_of(config, place) is not None
+        if config.mode != "train":
+            # What a chain says at its top holds for those of its stages that learn from rows.
+            if (asked or given) and not config.positions.inherited(name):
+                expected = "nothing: only `mode: train` learns from the rows of a data set"
+                yield config.wrong(place, expected, f"remove `{name}`, or give it to a stage")
+        elif not asked and given:
             fix = {"coreset": "size: 0.25", "replay": "buffer: runs/replay.jsonl"}[name]
             yield config.fault(place, f"`{key}`, without which nothing is done", "none", fix)
-        elif config.mode != "train":
-            expected = "nothing, as only `mode: train` learns from the rows of a data set"
-            yield config.wrong(place, expected, f"remove `{name}`, or put it into a stage")
-        elif config.engine != "local":
-            yield config.wrong(place, "nothing (engine: trinity)", "engine: local, or remove it")
-        elif buffer is not None and buffer.storage_type == BATCH_FILES:
+        elif asked and config.engine != "local":
+            yield config.wrong(place, "nothing (engine: trinity)", f"engine: local, or no `{name}`")
+        elif asked and buffer is not None and buffer.storage_type == BATCH_FILES:
             yield config.wrong(place, "nothing: batch_files are read whole", f"remove `{name}`")
     path = config.replay.buffer
     if path is not None and config.mode == "train":

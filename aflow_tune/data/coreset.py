@@ -1,7 +1,7 @@
 """Which rows of a data set to learn from, by what the policy makes of each: `choose`.
 
-`loss_topk` takes the rows of the highest mean loss per learned token; `diversity` centres that leave
-no row far from one (k-centre greedy: Gonzalez 1985; as a coreset: Sener and Savarese,
+`loss_topk` takes the rows of the highest mean loss per learned token; `diversity` centres that
+leave no row far from one (k-centre greedy: Gonzalez 1985; as a coreset: Sener and Savarese,
 arXiv:1708.00489); `hybrid` half by loss, then centres beside these; `random` asks no policy. At
 scale such scores barely beat chance (arXiv:2410.09335): measure a choice beside `random`.
 """
@@ -53,7 +53,8 @@ def choose(
     draw = random.Random(f"coreset/{seed}")
     if strategy == "random":
         return sorted(draw.sample(range(rows), size))
-    assert losses_N is not None and points_NH is not None
+    assert losses_N is not None
+    assert points_NH is not None
     hardest = np.argsort(-losses_N, kind="stable").tolist()
     if strategy == "loss_topk":
         return sorted(hardest[:size])

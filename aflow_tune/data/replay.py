@@ -4,11 +4,11 @@
 
 A round is what one finished run learned from, under the run's name; its kind is the algorithm, and
 only rows of one kind are rehearsed together. `join` adds a round under a lock, in a file that takes
-the place of the old one at once: a killed process changes nothing. Rows are equal by content; one
-that is there already is not added, so joining twice is joining once.
+the old one's place at once: a killed process changes nothing. Rows are equal by content, and one
+that is there already is not added: joining twice is joining once.
 
 A buffer of limited capacity gives each round an even part. Which rows of a round stay is decided by
-a hash of their content (the lowest: a uniform sample, whatever was added before and in which order).
+a hash of their content (the lowest: a uniform sample, whatever was added before and how often).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Kept(NamedTuple):
 
 
 def read_buffer(path: Path) -> list[Kept]:
-    """The rows of a buffer, oldest round first; none if there is no file. Raises BadInput: it cannot
-    be read, or a line is no row of a buffer."""
+    """The rows of a buffer, oldest round first; none if there is no file. Raises BadInput: it
+    cannot be read, or a line is no row of a buffer."""
     found, faults = list[Kept](), list[Fault]()
     cure = "name another file in `replay.buffer`, or remove this line"
     try:
@@ -109,8 +109,8 @@ def join(path: Path, name: str, kind: str, rows: Iterable[Row], capacity: int | 
 def eligible(
     buffer: Iterable[Kept], kind: str, own: Iterable[Row], rounds: Iterable[str] = ()
 ) -> list[Kept]:
-    """The rows of a buffer that a run may rehearse: of its kind, of one of `rounds` (names, or their
-    last parts; none: of any), and not among its `own`. Raises BadInput: a round is not there."""
+    """The rows of a buffer that a run may rehearse: of its kind, of one of `rounds` (names, or
+    their last parts; none: of any), and not among its `own`. Raises BadInput: no such round."""
     of_kind = [kept for kept in buffer if kept.kind == kind]
     known = Counter(kept.round for kept in of_kind)
     wanted = set(known)

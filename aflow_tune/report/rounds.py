@@ -81,9 +81,9 @@ class Rounds:
 
 
 def read_rounds(folders: Sequence[Path], tasksets: Sequence[str] = ()) -> Rounds:
-    """The rounds in these run folders, in their order: of each its last evaluations. `tasksets`: the
-    one of each round, in the same order; empty: as the last run's configuration lists them. Raises
-    BadInput: a round was not evaluated on one of them, or there are fewer than rounds."""
+    """The rounds in these run folders, in their order: of each its last evaluations. `tasksets`:
+    that of each round; empty: as the last run's configuration lists them. Raises BadInput: a round
+    was not evaluated on one of them, or there are fewer than rounds."""
     faults, rows = [], []
     names = list(tasksets) or _listed(folders[-1])
     if len(names) < len(folders):

@@ -26,7 +26,12 @@ from aflow_tune.config.validate import check_data, check_run_prompts, needs_work
 from aflow_tune.contract.signature import check_functions
 from aflow_tune.data.coreset import count_of
 from aflow_tune.engines.local.checkpoint import verify_checkpoint
-from aflow_tune.engines.trinity.memory import choose_coreset, join_buffer, open_rehearsal
+from aflow_tune.engines.trinity.memory import (
+    Rehearsal,
+    choose_coreset,
+    join_buffer,
+    open_rehearsal,
+)
 from aflow_tune.engines.trinity.readers import (
     Experiences,
     left_out_warning,
@@ -299,15 +304,14 @@ class DataRun(Run):
         return super()._target()
 
     def _rows(self) -> tuple[int, int, str]:
-        of_files, chosen = isinstance(self.reader, BatchFiles), self.config.coreset.size
+        of_files, there = isinstance(self.reader, BatchFiles), len(self.reader)
         size = 1 if of_files else self.config.buffer.train_batch_size
-        rows = len(self.reader)
-        if chosen is not None:
-            if (rows := count_of(chosen, rows)) > len(self.reader):
-                title, expected = "This data set is smaller than its coreset.", "a part of the rows"
-                where, found = self.config.positions.where("coreset.size"), f"{rows} rows"
-                fix = f"size: {len(self.reader)}, the rows that can be learned from, or fewer"
-                raise BadInput.of(title, where, expected, found, fix)
+        part = self.config.coreset.size
+        rows = there if part is None else count_of(part, there)
+        if rows > there:
+            title, where = "The data set is smaller.", self.config.positions.where("coreset.size")
+            expected = f"at most {there}, the rows that can be learned from"
+            raise BadInput.of(title, where, expected, str(rows), f"size: {there}")
         return rows, size, "buffer.train_batch_size"
 
     def _rewind(self) -> None:
@@ -321,8 +325,9 @@ class DataRun(Run):
             return super()._engine(phase, stop)
         from aflow_tune.engines.trinity.inline import InlineRun
 
-        config, reader, choose = self.config, self.reader, None
-        if isinstance(reader, Experiences):  # `config.rules` refuses these sections without one
+        config, choose = self.config, None
+        reader: Experiences | BatchFiles | Rehearsal = self.reader
+        if isinstance(reader, Experiences):  # without them `config.rules` refuses these sections
             if config.coreset.size is not None:
                 choose = functools.partial(choose_coreset, config, reader)
             if config.replay.buffer is not None:

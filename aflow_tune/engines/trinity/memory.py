@@ -205,10 +205,8 @@ def join_buffer(config: AflowConfig, own: Experiences) -> None:
     kind = config.algorithm.algorithm_type
     held = join(path, name, kind, _own_rows(own), section.capacity)
     rounds = Counter(kept.round for kept in held)
-    print(
-        f"replay: {path} has {rounds[name]} rows of this round, {len(held)} of {len(rounds)} in all",
-        flush=True,
-    )
+    told = f"{rounds[name]} rows of this round, {len(held)} of {len(rounds)} in all"
+    print(f"replay: {path} has {told}", flush=True)
 
 
 def buffer_path(config: AflowConfig) -> Path:
