@@ -136,8 +136,8 @@ def test_a_second_round_rehearses_and_resumes_to_the_same_weights(
     whole = _round(tmp_path, tiny_model_dir, "second", new)
     assert sum(_old(whole)) == 3  # of the ten rows that it learned
     told = capsys.readouterr().out
-    assert f"0.3 of each batch are old rows, from 10 of 1 earlier round in {buffer}" in told
-    assert "0.3 of each batch are old rows" in (whole / "report.html").read_text()
+    assert f"old rows, drawn from the 10 of 1 earlier round in {buffer}" in told
+    assert "0.3 of what is learned are old rows" in (whole / "report.html").read_text()
     assert Counter(k.round for k in read_buffer(buffer)) == {"tests/first": 10, "tests/second": 10}
 
     # The same seed and buffer: the same rows in the same order.

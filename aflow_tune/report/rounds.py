@@ -88,7 +88,8 @@ def read_rounds(folders: Sequence[Path], tasksets: Sequence[str] = ()) -> Rounds
     names = list(tasksets) or _listed(folders[-1])
     if len(names) < len(folders):
         found = ", ".join(names) or "none"
-        expected, fix = f"a held-out task set for each of {len(folders)} rounds", "--tasks A,B,C"
+        expected = f"a held-out task set for each of {len(folders)} rounds"
+        fix = "--tasks A,B,C, or name fewer run folders"
         raise BadInput.of("The rounds have no task sets.", "--tasks", expected, found, fix)
     for folder in folders:
         last: dict[str, float] = {}

@@ -53,8 +53,7 @@ def choose_coreset(config: AflowConfig, reader: Experiences, trainer: LocalTrain
             raise BadInput.of(title, str(path), expected, found, fix)
         losses, states = None, None
         if section.strategy != "random":
-            of_rows = [_answers(exp) for exp in _formatted(reader, range(rows))]
-            losses, states = _appraised(trainer, of_rows)
+            losses, states = _appraised(trainer, _formatted(reader, range(rows)))
         size, seed = count_of(section.size, rows), section.seed
         seed = config.seed if seed is None else seed
         chosen = choose(section.strategy, size, rows, seed, losses, states)
@@ -62,23 +61,19 @@ def choose_coreset(config: AflowConfig, reader: Experiences, trainer: LocalTrain
         if losses is not None:
             means = float(np.nanmean(losses[chosen])), float(np.nanmean(losses))
             told += f", mean loss per learned token {means[0]:.3f} (all rows: {means[1]:.3f})"
-        kept = [
-            {"row": number, "place": _place(reader, number), "loss": _loss(losses, at)}
-            for at in chosen
-            for number in [reader.numbers[at]]
-        ]
+        kept = [_noted(reader, at, losses) for at in chosen]
         write_json(path, {"told": told, "of": rows, "rows": kept})
     record = json.loads(path.read_text(encoding="utf-8"))
-    at = {number: place for place, number in enumerate(reader.numbers)}
+    places = {number: at for at, number in enumerate(reader.numbers)}
     numbers = [one["row"] for one in record["rows"]]
-    if record["of"] != rows or not at.keys() >= set(numbers):
+    if record["of"] != rows or not places.keys() >= set(numbers):
         title, fix = "The data set has changed since its rows were chosen.", "give another `name=`"
         raise BadInput.of(title, str(path), f"{record['of']} rows", str(rows), fix)
     print(f"coreset: {record['told']}", flush=True)
     dataset, storage = reader.dataset.dataset, reader.config
     reader.numbers = numbers
     reader.dataset = _HFBatchReader(
-        [dataset[at[number]] for number in numbers],
+        [dataset[places[number]] for number in numbers],
         name=storage.name,
         default_batch_size=reader.read_batch_size,
         total_epochs=storage.total_epochs,
@@ -96,26 +91,23 @@ def _formatted(reader: Experiences, places: Sequence[int]) -> list[Experience]:
     return found
 
 
-def _answers(exp: Experience) -> list[Experience]:
-    paired = exp.experience_type == "dpo"
-    return list(split_dpo_experience_to_single_turn([exp])) if paired else [exp]
-
-
-def _appraised(trainer: LocalTrainer, rows: list[list[Experience]]) -> tuple[Any, Any]:
+def _appraised(trainer: LocalTrainer, exps: list[Experience]) -> tuple[Any, Any]:
+    """`appraise` of the rows, as arrays; a pair is judged by both of its answers."""
     from aflow_tune.engines.local.appraisal import appraise
     from aflow_tune.engines.trinity.training.algorithm import to_sample
 
+    paired = exps[0].experience_type == "dpo"
+    rows = [split_dpo_experience_to_single_turn([exp]) if paired else [exp] for exp in exps]
     losses, states = appraise(trainer, [[to_sample(exp) for exp in row] for row in rows])
     return losses.numpy(), states.numpy()
 
 
-def _loss(losses: Any, at: int) -> float | None:
-    known = losses is not None and math.isfinite(losses[at])
-    return round(float(losses[at]), 6) if known else None
-
-
-def _place(reader: Experiences, number: int) -> str:
-    return reader.table.places[number] if reader.table else f"{reader.name} row {number}"
+def _noted(reader: Experiences, at: int, losses: Any) -> dict[str, Any]:
+    """What the record says of the row at this place among those that are read."""
+    number, loss = reader.numbers[at], None if losses is None else float(losses[at])
+    place = reader.table.places[number] if reader.table else f"{reader.name} row {number}"
+    known = loss is not None and math.isfinite(loss)
+    return {"row": number, "place": place, "loss": loss if known else None}
 
 
 class Rehearsal:
@@ -168,10 +160,10 @@ def open_rehearsal(config: AflowConfig, own: Experiences) -> Rehearsal:
         rounds = dict(Counter(one.round for one in kept))
         told = f"no rows of earlier rounds in {path}" if section.ratio else "this run only joins"
         if old is not None:
-            told = f"{section.ratio:g} of each batch are old rows, from {len(old)} of "
-            told += f"{len(rounds)} earlier round{'s' if len(rounds) > 1 else ''} in {path}"
+            told = f"{section.ratio:g} of what is learned are old rows, drawn from the {len(old)} "
+            told += f"of {len(rounds)} earlier round{'s' if len(rounds) > 1 else ''} in {path}"
             if old.left_out:
-                told += f"; {len(old.left_out)} more are longer than model.max_model_len"
+                told += f" ({len(old.left_out)} more are longer than model.max_model_len)"
         write_json(record, {"told": told, "rounds": rounds})
     settled = json.loads(record.read_text(encoding="utf-8"))
     print(f"replay: {settled['told']}", flush=True)
