@@ -212,6 +212,34 @@ class HarvestSection:
 
 
 @dataclass
+class CoresetSection:
+    """`mode: train` on part of its data set, which is chosen once, before the first step."""
+
+    size: float | None = None
+    """How many rows: a share of them (below 1) or a count. None: all rows, nothing is chosen."""
+    strategy: str = _one_of("hybrid", "hybrid", "loss_topk", "diversity", "random")
+    """loss_topk: the rows with the highest mean loss per learned token. diversity: k-centre greedy
+    on the policy's mean hidden states. hybrid: half by loss, then centres beside these."""
+    seed: int | None = None
+    """Decides `random`, and the row that `diversity` begins with. None: the run's `seed`."""
+
+
+@dataclass
+class ReplaySection:
+    """Rehearsal of earlier rounds: `mode: train` learns again from rows of finished runs."""
+
+    buffer: str | None = None
+    """The file (.jsonl) of their rows, which runs share. None: no rehearsal. A run's own rows join
+    it when the run has reached its target."""
+    ratio: float = 0.1
+    """The share of old rows in what is learned, exact over the batches. 0: only join."""
+    rounds: list[str] = field(default_factory=list)
+    """In a YAML `from`: the rounds to rehearse, names of runs. Empty: all of them."""
+    capacity: int | None = None
+    """Most rows in the buffer, in even parts for its rounds. None: no limit."""
+
+
+@dataclass
 class SearchTaskset:
     """One of several task sets of a search; what is None is as in `graph`."""
 
@@ -425,6 +453,8 @@ class AflowSections:
     report: ReportSection = field(default_factory=ReportSection)
     rewards: RewardsSection = field(default_factory=RewardsSection)
     dialogues: DialoguesSection = field(default_factory=DialoguesSection)
+    coreset: CoresetSection = field(default_factory=CoresetSection)
+    replay: ReplaySection = field(default_factory=ReplaySection)
     mix: dict[str, MixSource] = field(default_factory=dict)
     """Shares of each training batch by source. Empty: Trinity's order of the task sets."""
     quick_eval: int | None = None

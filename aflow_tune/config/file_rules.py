@@ -34,6 +34,7 @@ from aflow_tune.config.tasksets import (
     user_tasksets,
 )
 from aflow_tune.data.checks import Findings, check_fields, check_overlap, check_rows
+from aflow_tune.data.coreset import count_of
 from aflow_tune.data.dialogues import Unfit, as_dialogue, as_pair, learnable
 from aflow_tune.data.fields import FieldRead, task_reads
 from aflow_tune.data.leaks import shared_dialogues
@@ -161,6 +162,10 @@ def check_experiences(config: AflowConfig) -> Iterator[Fault]:
     size, key = config.buffer.train_batch_size, "buffer.train_batch_size"
     table = read_taskset(config, buffer) if there else None
     rows = table.total if table is not None and not table.faults else 0
+    if rows and (part := config.coreset.size) is not None:
+        if part > rows:
+            yield config.wrong("coreset.size", f"at most {rows} rows, or a share", "size: 0.25")
+        rows = min(rows, count_of(part, rows))
     if size < 1 or (rows and (size > rows or total_steps(config) == 0)):
         expected = "the rows of the data set that one step takes, not more than it has"
         fix = f"train_batch_size: {rows or 16}, or raise buffer.total_epochs"

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from aflow_tune.config.accounting import check_spend
@@ -45,6 +46,7 @@ from aflow_tune.data.checks import Findings
 from aflow_tune.data.dialogues import TASK_TYPES
 from aflow_tune.data.fields import most_calls
 from aflow_tune.data.mix import SUM_TOLERANCE
+from aflow_tune.data.replay import read_buffer
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.scoring.rewards import reward_faults
 from aflow_tune.sections import display
@@ -140,7 +142,7 @@ _AT_LEAST = {
         trainer.total_steps explorer.eval_interval explorer.runner_per_model explorer.max_timeout
         explorer.rollout_model.engine_num explorer.max_repeat_times_per_runner
         synchronizer.sync_interval synchronizer.sync_timeout local.threads local.max_batch
-        local.micro_batch_tokens quick_eval
+        local.micro_batch_tokens quick_eval replay.capacity
         """
     ),
     0: words(
@@ -168,6 +170,14 @@ _RANGES: tuple[_Value, ...] = (
     ("rollout.run_timeout", lambda v: 0 < v < math.inf, "seconds above 0", "300.0"),
     ("rollout.max_failed_fraction", lambda v: 0 < v <= 1, "above 0, at most 1", "1.0"),
     ("report.score", lambda v: bool(v.strip()), "'reward' or the name of a metric", "reward"),
+    (
+        "coreset.size",
+        lambda v: v is None or 0 < v < 1 or (v >= 1 and v == int(v)),
+        "a share of the rows above 0 and below 1, or how many",
+        "0.25",
+    ),
+    ("coreset.seed", lambda v: v is None or 0 <= v < 2**32, "from 0 to 4294967295", "0"),
+    ("replay.ratio", lambda v: 0 <= v < 1, "the share of old rows, from 0 to below 1", "0.1"),
     ("seed", lambda v: 0 <= v < 2**32, "from 0 to 4294967295", "0"),
     ("name", lambda v: bool(v.strip()), "a name for the run folder", "first_run"),
 )
@@ -356,6 +366,44 @@ def _rows(case: Case) -> Found:
     found = check_data(case.config, case.workflow, case.judge, harvest=harvest)
     yield from found.faults
     yield from found.warnings
+
+
+_ASK = {"coreset": "size", "replay": "buffer"}
+"""Sections about the rows of a data set, and the key without which they ask for nothing."""
+
+
+def _rows_to_learn(case: Case) -> Found:
+    """Check `coreset` and `replay`: where they can be used, and that there are rows for them."""
+    config, buffer = case.config, experience_buffer(case.config)
+    for name, key in _ASK.items():
+        place, given = f"{name}.{key}", config.positions.given(name)
+        asked = value_of(config, place) is not None
+        if config.mode != "train":
+            # What a chain says at its top holds for those of its stages that learn from rows.
+            if (asked or given) and not config.positions.inherited(name):
+                expected = "nothing: only `mode: train` learns from the rows of a data set"
+                yield config.wrong(place, expected, f"remove `{name}`, or give it to a stage")
+        elif not asked and given:
+            fix = {"coreset": "size: 0.25", "replay": "buffer: runs/replay.jsonl"}[name]
+            yield config.fault(place, f"`{key}`, without which nothing is done", "none", fix)
+        elif asked and config.engine != "local":
+            yield config.wrong(place, "nothing (engine: trinity)", f"engine: local, or no `{name}`")
+        elif asked and buffer is not None and buffer.storage_type == BATCH_FILES:
+            yield config.wrong(place, "nothing: batch_files are read whole", f"remove `{name}`")
+    path = config.replay.buffer
+    if path is not None and config.mode == "train":
+        yield from _buffer(config, config.positions.beside(path))
+
+
+def _buffer(config: AflowConfig, path: Path) -> Found:
+    if path.is_dir() or path.suffix != ".jsonl":
+        fix = "buffer: runs/replay.jsonl"
+        yield config.wrong("replay.buffer", "a file, .jsonl, which is made if need be", fix)
+        return
+    try:
+        read_buffer(path)
+    except BadInput as error:
+        yield from error.faults
 
 
 def _lengths(case: Case) -> Found:
@@ -620,6 +668,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_needs),
     Rule(_something_to_evaluate, (*RUNS, Purpose.EVALUATE), modes=("bench",)),
     Rule(lambda case: check_experiences(case.config), modes=("train",)),
+    Rule(_rows_to_learn),
     Rule(_tasksets),
     Rule(lambda case: check_harvest(case.config), (Purpose.HARVEST,)),
     Rule(_search, (Purpose.SEARCH, Purpose.CHECK)),

@@ -16,7 +16,7 @@ from aflow_tune.data.rows import Table
 from aflow_tune.errors import Fault
 from aflow_tune.find_ray import FoundRay
 from aflow_tune.models.redaction import masked
-from aflow_tune.sections import AflowSections, KeyPositions
+from aflow_tune.sections import AflowSections, CoresetSection, KeyPositions, ReplaySection
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,12 @@ class Prepared:
 
 @dataclass
 class StageSection(StageConfig):
-    """One item of `stages`: Trinity's fields and `model`."""
+    """One item of `stages`: Trinity's fields, `model`, and sections of ours."""
 
     model: ModelConfig | None = None
     """If it sets `model_path`, the stage starts from there instead of the stage before."""
+    coreset: CoresetSection | None = None
+    replay: ReplaySection | None = None
 
 
 @dataclass

@@ -28,6 +28,7 @@ from aflow_tune.config.schema import nearest
 from aflow_tune.config.settings import AflowConfig
 from aflow_tune.data.catalogue import Tool, read_catalogue
 from aflow_tune.data.checks import sources
+from aflow_tune.data.coreset import count_of
 from aflow_tune.data.dialogues import dialogues_of, of_split, with_answers
 from aflow_tune.data.mix import DEFAULT_SHARES, KINDS, default_shares, exact_shares, kind_of
 from aflow_tune.data.rows import Table, file_format, read_table
@@ -183,7 +184,7 @@ def _dialogues(
 
 
 def training_rows(config: AflowConfig) -> int | None:
-    """The number of rows of all training data; None if some are not on disk or faulty."""
+    """The number of rows that are trained on; None if some data are not on disk or faulty."""
     buffer = experience_buffer(config)
     sets: list[TasksetConfig | ExperienceBufferConfig]
     sets = [taskset for _, taskset, held_out in user_tasksets(config) if not held_out]
@@ -193,7 +194,10 @@ def training_rows(config: AflowConfig) -> int | None:
         sets = [buffer]
     tables = [read_taskset(config, taskset) for taskset in sets]
     read = [table.total for table in tables if table is not None and not table.faults]
-    return sum(read) if len(read) == len(sets) else None
+    if len(read) < len(sets):
+        return None
+    chosen = config.coreset.size if config.mode == "train" else None
+    return sum(read) if chosen is None else count_of(chosen, sum(read))
 
 
 def total_steps(config: AflowConfig) -> int | None:

@@ -24,7 +24,14 @@ from aflow_tune.config.settings import Change
 from aflow_tune.config.tasksets import materialise_tasksets, merge_mix
 from aflow_tune.config.validate import check_data, check_run_prompts, needs_workflow
 from aflow_tune.contract.signature import check_functions
+from aflow_tune.data.coreset import count_of
 from aflow_tune.engines.local.checkpoint import verify_checkpoint
+from aflow_tune.engines.trinity.memory import (
+    Rehearsal,
+    choose_coreset,
+    join_buffer,
+    open_rehearsal,
+)
 from aflow_tune.engines.trinity.readers import (
     Experiences,
     hand_over,
@@ -298,9 +305,15 @@ class DataRun(Run):
         return super()._target()
 
     def _rows(self) -> tuple[int, int, str]:
-        of_files = isinstance(self.reader, BatchFiles)
+        of_files, there = isinstance(self.reader, BatchFiles), len(self.reader)
         size = 1 if of_files else self.config.buffer.train_batch_size
-        return len(self.reader), size, "buffer.train_batch_size"
+        part = self.config.coreset.size
+        rows = there if part is None else count_of(part, there)
+        if rows > there:
+            title, where = "The data set is smaller.", self.config.positions.where("coreset.size")
+            expected = f"at most {there}, the rows that can be learned from"
+            raise BadInput.of(title, where, expected, str(rows), f"size: {there}")
+        return rows, size, "buffer.train_batch_size"
 
     def _rewind(self) -> None:
         """On Trinity's engines the trainer itself keeps the position in the data."""
@@ -315,7 +328,19 @@ class DataRun(Run):
             return super()._engine(phase, stop)
         from aflow_tune.engines.trinity.inline import InlineRun
 
-        return asyncio.run(InlineRun(self.config, self.target, phase, stop, self.reader).run())
+        config, choose = self.config, None
+        reader: Experiences | BatchFiles | Rehearsal = self.reader
+        if isinstance(reader, Experiences):  # without them `config.rules` refuses these sections
+            if config.coreset.size is not None:
+                choose = functools.partial(choose_coreset, config, reader)
+            if config.replay.buffer is not None:
+                reader = open_rehearsal(config, reader)
+        return asyncio.run(InlineRun(config, self.target, phase, stop, reader, choose).run())
+
+    def _prove(self, reached: int, stopped: bool, spent: bool) -> None:
+        super()._prove(reached, stopped, spent)
+        if self.config.replay.buffer is not None and isinstance(self.reader, Experiences):
+            join_buffer(self.config, self.reader)
 
 
 class _Stepless(Run):

@@ -203,6 +203,8 @@ def materialise_experiences(config: AflowConfig) -> None:
 class _Made(_DatasetFileReader):
     """Batches of experiences that are made already."""
 
+    dataset: Any
+
     def _batches(self, made: list[Experience], config: StorageConfig) -> _HFBatchReader:
         return _HFBatchReader(
             made,
@@ -224,7 +226,7 @@ class Experiences(_Made):
 
     Dialogues (`data.dialogues`) are rendered as the server renders them (`engines.local.chat`).
     Raises BadInput: a row is of no known form or has no answer, the chat template refuses it, or no
-    row fits.
+    row fits. `memory.py` changes which rows are read.
     """
 
     def __init__(
@@ -236,9 +238,11 @@ class Experiences(_Made):
         seed: int = 0,
     ) -> None:
         self.left_out: list[str] = list(table.left_out)
-        self.rows: list[Mapping[str, Any]] = []
-        """The row of each experience."""
-        self._table, self._longest = table, longest
+        self.table = table
+        """The whole data set as it stands in its files."""
+        self.numbers: list[int] = []
+        """Where in `table` the row of each experience stands."""
+        self._longest = longest
         self._dialogues, self._seed = dialogues, seed
         self._catalogue = catalogue_of(dialogues)
         super().__init__(config)
@@ -255,9 +259,10 @@ class Experiences(_Made):
         self._options = {} if think is None else {"enable_thinking": think}
         found: list[Experience] = []
         faults: list[Fault] = []
-        types: list[str] = []
+        self._types: list[str] = []
+        """The type of task of each experience."""
         fix = "correct or remove this row"
-        for row, place in zip(self._table.rows, self._table.places, strict=True):
+        for number, (row, place) in enumerate(zip(self.table.rows, self.table.places, strict=True)):
             try:
                 made, task_type = make(row)
             except Unfit as error:
@@ -277,8 +282,8 @@ class Experiences(_Made):
                 self.left_out.append(f"{place}: {told}")
             else:
                 found += made
-                self.rows += [row] * len(made)
-                types += [task_type] * len(made)
+                self.numbers += [number] * len(made)
+                self._types += [task_type] * len(made)
         if not faults and not found:
             expected = f"rows of at most {self._longest} tokens that can be learned from"
             told = f"{len(self.left_out)} rows, none of them so: {self.left_out[0]}"
@@ -286,11 +291,22 @@ class Experiences(_Made):
             faults = [Fault("model.max_model_len", expected, told, fix)]
         if faults:
             raise BadInput("The data set cannot be learned from.", faults[:_NAMED])
-        self._by_type: dict[str, list[int]] = {}
-        for number, task_type in enumerate(types):
-            self._by_type.setdefault(task_type, []).append(number)
-        self._mix = self._weighted(config.batch_size)
         return None, self._batches(found, config)
+
+    def _init_selector(self, config: StorageConfig) -> None:
+        super()._init_selector(config)
+        self._by_type: dict[str, list[int]] = {}
+        for at, task_type in enumerate(self._types):
+            self._by_type.setdefault(task_type, []).append(at)
+        self._mix = self._weighted(config.batch_size)
+
+    def keep(self, chosen: Sequence[int]) -> None:
+        """Read these of the experiences only, by their places; before the first is read."""
+        made = self.dataset.dataset
+        self.numbers = [self.numbers[at] for at in chosen]
+        self._types = [self._types[at] for at in chosen]
+        self.dataset = self._batches([made[at] for at in chosen], self.config)
+        self._init_selector(self.config)
 
     def _weighted(self, batch_size: int) -> Mix | None:
         """The mix of the types of tasks. Raises BadInput: a type with a weight has no rows."""
@@ -312,7 +328,11 @@ class Experiences(_Made):
     def _read_samples(self, batch_size: int) -> tuple[list[Any], list[int]]:
         if self._mix is None:
             return super()._read_samples(batch_size)
-        drawn = self._mix.batch(self.dataset.current_offset // batch_size)
+        drawn: list[tuple[str, int]] = []
+        while len(drawn) < batch_size:  # also batches of another size: the mix is one sequence
+            at = self.dataset.current_offset + len(drawn)
+            number, within = divmod(at, self.read_batch_size)
+            drawn += self._mix.batch(number)[within : within + batch_size - len(drawn)]
         indices = [self._by_type[kind][at] for kind, at in drawn]
         return self.dataset.select_batch(indices), indices
 
@@ -470,7 +490,7 @@ def left_out_warning(reader: Experiences | BatchFiles, config: AflowConfig) -> s
     """A warning about the rows that were left out, None without any."""
     if isinstance(reader, BatchFiles) or not (count := len(reader.left_out)):
         return None
-    rows = len({id(row) for row in reader.rows}) + count
+    rows = len(set(reader.numbers)) + count
     told = "".join(f"\n  {line}" for line in reader.left_out[:_NAMED])
     more = f"\n  and {count - _NAMED} more" if count > _NAMED else ""
     return f"{count} of {rows} rows cannot be learned from and are left out:{told}{more}"
