@@ -517,6 +517,8 @@ def _quantised(case: Case) -> Found:
     if trains and not config.model.lora_configs:
         fix = "model.lora_configs: [{lora_rank: 16, lora_alpha: 32}], or remove it"
         yield config.fault(key, NEEDS_ADAPTER, f"{told} and model.lora_configs: null", fix)
+    if case.purpose is Purpose.ESTIMATE:  # the run may be for another machine
+        return
     try:
         device = pick_device(config.local.device).type
     except BadInput:  # `_local_settings` reports the device

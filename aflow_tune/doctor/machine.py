@@ -29,6 +29,7 @@ GIB = 2**30
 _PYTHONS = ">=3.11,<3.13"
 _TESTED = resources.files("aflow_tune.doctor") / "tested_cpu.txt"
 _SHOWN = ("trinity-rft", "verl", "agentscope", "ray", "torch", "transformers", "vllm")
+_SHOWN += ("bitsandbytes",)
 _MOST_NAMED = 8
 
 

@@ -167,3 +167,5 @@ def quantise(model: Any, kind: str, device: torch.device) -> None:
         title, expected = "The model cannot be quantised", "layers that are made of nn.Linear"
         found, fix = type(model).__name__, "remove local.load_in, or use another model"
         raise BadInput.of(title, "local.load_in", expected, found, fix)
+    for left in model.parameters():  # as loaded, these keep the whole file mapped
+        left.data = left.data.clone()
