@@ -102,7 +102,7 @@ class QuantisedLinear(nn.Linear):
     def weight(self) -> Tensor:  # type: ignore[override]
         codes, scales = self.get_buffer("codes"), self.get_buffer("scales")
         if self.kind == "8bit":
-            return codes.to(self.dtype).mul_(scales.mul(1 / 127)[:, None])
+            return codes.float().mul_(scales.mul(1 / 127)[:, None]).to(self.dtype)
         shape = (self.out_features, self.in_features)
         make = torch.ops.bitsandbytes.dequantize_4bit.default
         weight_OI: Tensor = make(codes, scales, _BLOCK, "nf4", shape, self.dtype)
