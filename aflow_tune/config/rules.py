@@ -604,7 +604,8 @@ def _precision_and_gpus(case: Case) -> Found:
             continue
         told = f"{key.rpartition('.')[2]}: {value}"
         expected = "weights of 16 or 32 bits: trained ones are not quantised (docs/recipes.md)"
-        yield config.fault(key, expected, told, "remove it, or train an adapter on vLLM")
+        fix = "train an adapter with local.load_in: 4bit" if local else "train an adapter on vLLM"
+        yield config.fault(key, expected, told, f"remove it, or {fix}")
 
 
 def _search(case: Case) -> Found:
@@ -652,7 +653,7 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda case: check_harvest(case.config), modes=("harvest",)),
     Rule(_local_settings, engine="local"),
     Rule(_local_sampling, engine="local"),
-    Rule(_quantised, tuple(Purpose)),
+    Rule(_quantised, (*RUNS, Purpose.EVALUATE, Purpose.ASK)),
     Rule(_precision_and_gpus, engine="local"),
     Rule(_unread, engine="local"),
     Rule(_precision_and_gpus, modes=_ON_GPUS, engine="trinity"),
