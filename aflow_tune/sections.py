@@ -39,6 +39,8 @@ class LocalSection:
     """Number format of sampler and trainer. auto: bf16 if the device supports it natively."""
     device: str = _one_of("auto", "auto", "cpu", "cuda", "mps")
     """auto: CUDA, else Apple's MPS, else the CPU."""
+    load_in: str | None = field(default=None, metadata={"choices": ("4bit", "8bit")})
+    """The frozen base of the policy in NF4 or int8, by bitsandbytes; needs an adapter. None: no."""
     threads: int | None = None
     """CPU threads. None: the physical cores for the sampler, PyTorch's choice for the trainer."""
     max_batch: int = 64

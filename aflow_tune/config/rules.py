@@ -47,6 +47,7 @@ from aflow_tune.data.dialogues import TASK_TYPES
 from aflow_tune.data.fields import most_calls
 from aflow_tune.data.mix import SUM_TOLERANCE
 from aflow_tune.data.replay import read_buffer
+from aflow_tune.engines.local.models import pick_device
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.scoring.rewards import reward_faults
 from aflow_tune.sections import display
@@ -550,6 +551,33 @@ def _local_settings(case: Case) -> Found:
         yield config.fault("local.device", f"a machine with {device}", "none", "device: auto")
 
 
+def _quantised(case: Case) -> Found:
+    """Refuse `local.load_in` where the base cannot be quantised, or all weights are trained."""
+    from aflow_tune.engines.local.quantised import NEEDS_ADAPTER, obstacles
+
+    config, key = case.config, "local.load_in"
+    if config.local.load_in is None or not case.local_model:
+        return
+    told = f"load_in: {config.local.load_in}"
+    if config.engine == "trinity" and case.purpose in RUNS:
+        expected = "engine: local: verl 0.8 has no quantised trainer"
+        fix = "engine: local, or remove it (docs/recipes.md says what vLLM can quantise)"
+        yield config.fault(key, expected, f"{told} with engine: trinity", fix)
+        return
+    trains = case.purpose in RUNS and config.mode in ("both", "train")
+    if trains and not config.model.lora_configs:
+        fix = "model.lora_configs: [{lora_rank: 16, lora_alpha: 32}], or remove it"
+        yield config.fault(key, NEEDS_ADAPTER, f"{told} and model.lora_configs: null", fix)
+    if case.purpose is Purpose.ESTIMATE:  # the run may be for another machine
+        return
+    try:
+        device = pick_device(config.local.device).type
+    except BadInput:  # `_local_settings` reports the device
+        return
+    for expected, found, fix in obstacles(device):
+        yield config.fault(key, expected, found, fix)
+
+
 def _local_sampling(case: Case) -> Found:
     """Training rollouts must be sampled from the distribution whose gradient is computed."""
     config = case.config
@@ -627,7 +655,8 @@ def _precision_and_gpus(case: Case) -> Found:
             continue
         told = f"{key.rpartition('.')[2]}: {value}"
         expected = "weights of 16 or 32 bits: trained ones are not quantised (docs/recipes.md)"
-        yield config.fault(key, expected, told, "remove it, or train an adapter on vLLM")
+        fix = "train an adapter with local.load_in: 4bit" if local else "train an adapter on vLLM"
+        yield config.fault(key, expected, told, f"remove it, or {fix}")
 
 
 def _dialogues(case: Case) -> Found:
@@ -695,6 +724,7 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda case: check_harvest(case.config), modes=("harvest",)),
     Rule(_local_settings, engine="local"),
     Rule(_local_sampling, engine="local"),
+    Rule(_quantised, (*RUNS, Purpose.EVALUATE, Purpose.ASK)),
     Rule(_precision_and_gpus, engine="local"),
     Rule(_unread, engine="local"),
     Rule(_precision_and_gpus, modes=_ON_GPUS, engine="trinity"),

@@ -167,6 +167,7 @@ def _changes(
         ("local.micro_batch_tokens", 256, "more, smaller passes: a little slower"),
         ("local.max_batch", 4, "fewer sequences at once: slower"),
         ("local.dtype", "bf16", "less exact sums"),
+        ("local.load_in", "4bit", "rounded base weights: slower, and a little less exact"),
         ("trainer.max_token_len_per_gpu", limits_of(config)[2], "more, smaller passes"),
         ("trainer.offload_policy", True, "states in the machine's memory: slower steps"),
         ("explorer.rollout_model.gpu_memory_utilization", 0.95, "less room for others"),

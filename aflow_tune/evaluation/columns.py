@@ -349,6 +349,8 @@ def column_folder(out: Path, column: Column, source: Source, request: Request) -
     model = config.explorer.rollout_model
     sizes = ("max_model_len", "max_prompt_tokens", "max_response_tokens", "enable_thinking")
     local = {"dtype": config.local.dtype, "deterministic": config.deterministic}
+    if config.local.load_in is not None:
+        local["load_in"] = config.local.load_in
     identity = {
         "model": side.served_model or config.model.model_path,
         "endpoint": base_url(request.endpoint) if request.endpoint else None,

@@ -34,7 +34,9 @@ from aflow_tune.engines.local.checkpoint import (
 from aflow_tune.engines.local.lora import adapter_layers, adapter_state, inject
 from aflow_tune.engines.local.models import give_back, load_model
 from aflow_tune.engines.local.packed_model import PackedModel, Sample, micro_batches
+from aflow_tune.engines.local.quantised import NEEDS_ADAPTER
 from aflow_tune.engines.local.weights import LoraSpec
+from aflow_tune.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class Schedule:
 @dataclass(frozen=True)
 class TrainerSettings:
     """Settings of the updates. `lora` None: full weights; `micro_batch_tokens`: packed tokens,
-    bound memory and not the update; `grad_clip`: maximum gradient norm, 0 for none."""
+    bound memory and not the update; `grad_clip`: maximum gradient norm, 0 for none; `load_in`: the
+    base under the adapter in 4bit or 8bit."""
 
     lora: LoraSpec | None = None
     schedule: Schedule = field(default_factory=Schedule)
@@ -79,6 +82,7 @@ class TrainerSettings:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     seed: int = 0
+    load_in: str | None = None
 
 
 @dataclass(frozen=True)
@@ -114,8 +118,13 @@ class LocalTrainer:
         self.skipped_steps = 0
         self.torn = False
         """Whether an update was interrupted halfway: the weights belong to no step."""
+        if settings.load_in is not None and settings.lora is None:
+            title, fix = "The model cannot be trained", "set lora, or load_in=None"
+            raise BadInput.of(title, "load_in", NEEDS_ADAPTER, "full weights", fix)
         torch.manual_seed(settings.seed)
-        self.base: PreTrainedModel = load_model(self.model_path, settings.dtype, settings.device)
+        self.base: PreTrainedModel = load_model(
+            self.model_path, settings.dtype, settings.device, settings.load_in
+        )
         self.base.config.use_cache = False
         self.peft: PeftModel | None = None
         self._reference: PackedModel | None = None

@@ -183,6 +183,7 @@ def build_trainer(config: AflowConfig) -> LocalTrainer:
         dtype=torch.float32 if config.deterministic else pick_dtype(local.dtype, device),
         device=device,
         seed=config.seed,
+        load_in=local.load_in,
     )
     return LocalTrainer(resolve_model(config.model.model_path), settings)
 
