@@ -16,11 +16,12 @@ x data parallel GPUs, the trainer all that is left.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trinity.algorithm import ALGORITHM_TYPE
 
+from aflow_tune.config.critic import verl_settings
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.estimate.local import lora_of
 from aflow_tune.estimate.needs import GIB, Need, Part
@@ -111,8 +112,8 @@ def _trainer(
     ]
     if faults:
         raise BadInput("This trainer cannot be estimated.", faults)
-    fsdp = _verl_settings(trainer.trainer_config, "actor", "fsdp_config")
-    model = _verl_settings(trainer.trainer_config, "model")
+    fsdp = verl_settings(trainer.trainer_config, "actor", "fsdp_config")
+    model = verl_settings(trainer.trainer_config, "model")
     fsdp2 = strategy == "fsdp2"
     offload = fsdp2 and bool(fsdp.get("offload_policy", trainer.offload_policy))
     held = _DTYPES.get(str(fsdp.get("model_dtype", "fp32")), _FP32)
@@ -181,15 +182,6 @@ def _tokens_at_once(config: AflowConfig, lengths: Lengths) -> int:
     mean = min(longest, lengths.prompt.ceiling() + lengths.response.ceiling())
     most = min(longest, lengths.longest_prompt + lengths.longest_response)
     return math.ceil(tokens * max(1.0, most / mean))
-
-
-def _verl_settings(settings: Any, *path: str) -> Mapping[str, Any]:
-    """A section of `trainer.trainer_config`, in verl's flat form or below actor_rollout_ref."""
-    at: Any = settings if isinstance(settings, dict) else {}
-    at = {**at, **(at.get("actor_rollout_ref") or {})}
-    for name in path:
-        at = at.get(name) or {}
-    return at
 
 
 # -- the engines ---------------------------------------------------------------------------
