@@ -1,4 +1,4 @@
-"""PPO on the local engine: whole runs as trajectories, the value head, its checkpoints, refusals."""
+"""PPO on the local engine: runs as trajectories, the value head, its checkpoints, refusals."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from test_algorithm import make_config, make_trainer
 from trinity.common.experience import EID, Experience
 
 from aflow_tune import cli
+from aflow_tune.config.critic import check_critic
+from aflow_tune.config.file_rules import check_model
 from aflow_tune.config.load import load_config
 from aflow_tune.config.prepare import Purpose, prepare
+from aflow_tune.engines.local.checkpoint import CheckpointError
 from aflow_tune.engines.local.critic import CriticSettings, ValueHead, explained_variance
 from aflow_tune.engines.local.packed_model import Sample
 from aflow_tune.engines.trinity.training.algorithm import TrainStep, to_sample
-from aflow_tune.errors import BadInput
+from aflow_tune.errors import BadInput, Fault
 from aflow_tune.tuning import run_config
 
 CPU = torch.device("cpu")
@@ -27,7 +30,7 @@ GAMMA, LAM = 0.9, 0.5
 
 
 def call(step: int, mask: list[int], run: int = 0, reward: float = 1.0, **info: float):
-    """A call of a run: a prompt of three tokens, and a response with tool results where mask is 0."""
+    """A call of a run: a prompt of three tokens, a response with tool results where mask is 0."""
     return Experience(
         eid=EID(batch=1, task=0, run=run, step=step),
         tokens=torch.arange(10, 13 + len(mask)) + 7 * step + 3 * run,
@@ -84,7 +87,7 @@ def test_a_run_is_one_trajectory_of_what_was_sampled(
 
 
 def test_rewards_of_single_steps_are_earned_where_they_fall(tiny_model_dir: Path) -> None:
-    """Step rewards .5 and 1 on two calls, gamma .9, lam .5, no values: R2 = 1, R1 = .5 + .45 * 1."""
+    """Step rewards .5 and 1 on two calls, no values: R2 = 1, R1 = .5 + .45 * 1."""
     exps = [call(0, [1], step_reward=0.5), call(1, [1, 0], step_reward=1.0)]
     samples = advantages(tiny_model_dir, exps, [[0.0], [0.0, 0.0]])
     assert [float(sample.extra["returns"][0]) for sample in samples] == pytest.approx([0.95, 1.0])
@@ -179,27 +182,42 @@ PPO = ["algorithm.algorithm_type=ppo", "buffer.explorer_input.eval_tasksets=[]"]
 PPO += ["explorer.eval_interval=1", "trainer.trainer_config.actor.ppo_epochs=2"]
 
 
-def test_an_interrupted_run_ends_bit_equal(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """Three steps at once, and two with one more: policy, critic and all moments are the same."""
+def test_a_run_that_broke_off_within_a_step_ends_bit_equal(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It breaks off when step 2 has moved the policy and not yet the critic: that state is saved
+    nowhere, and what resumes from step 1 ends as a run that went through, moments included."""
     options = [*PPO, "deterministic=true"]
-    for name, parts in (("whole", [3]), ("parts", [2, 3])):
-        path = write_project(tmp_path / name, tiny_model_dir)
-        for steps in parts:
-            run_config(path, [*options, f"buffer.total_steps={steps}"], inline=True)
-    folders = [run_dir(tmp_path / name) / "global_step_3" for name in ("whole", "parts")]
+    whole, parts = (write_project(tmp_path / name, tiny_model_dir) for name in ("whole", "parts"))
+    run_config(whole, options, inline=True)
+    fit, calls = ValueHead.fit, []
+
+    def broken(head: ValueHead, *given: torch.Tensor) -> dict[str, float]:
+        calls.append(given)
+        if len(calls) == 2:
+            raise RuntimeError("the power failed")
+        return fit(head, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ValueHead, "fit", broken)
+        with pytest.raises(RuntimeError, match="the power failed"):
+            run_config(parts, options, inline=True)
+    assert not (run_dir(tmp_path / "parts") / "global_step_2").exists()
+    assert run_config(parts, options, inline=True).steps_done == 2
+    folders = [run_dir(tmp_path / name) / "global_step_2" for name in ("whole", "parts")]
     for file in ("weights", "critic", "optimizer", "rng"):
-        whole, parts = (load_file(folder / f"{file}.safetensors") for folder in folders)
-        assert whole.keys() == parts.keys()
-        assert all(torch.equal(whole[name], parts[name]) for name in whole), file
+        first, second = (load_file(folder / f"{file}.safetensors") for folder in folders)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first), file
     assert load_file(folders[0] / "critic.safetensors")["weight"].abs().max() > 0
-    found = trainer_metrics(run_dir(tmp_path / "whole"))
-    assert {"critic/vf_explained_var", "critic/vf_loss", "critic/values/mean"} <= found[3].keys()
-    # A checkpoint without the head cannot be gone on from.
-    (folders[1] / "critic.safetensors").unlink()
-    with pytest.raises(BadInput, match="No checkpoint of this run is sound|damaged"):
-        for step in (1, 2):
-            (run_dir(tmp_path / "parts") / f"global_step_{step}" / "critic.safetensors").unlink()
-        run_config(path, [*options, "buffer.total_steps=4"], inline=True)
+    found = trainer_metrics(run_dir(tmp_path / "whole"))[2]
+    assert {"critic/vf_explained_var", "critic/vf_loss", "critic/values/mean"} <= found.keys()
+
+
+def test_a_checkpoint_without_the_head_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+    make_trainer(tiny_model_dir).save(tmp_path / "global_step_1")
+    with pytest.raises(CheckpointError, match="no value head"):
+        make_trainer(tiny_model_dir, critic=CriticSettings()).load(tmp_path / "global_step_1")
 
 
 VERL = "trainer.trainer_config"
@@ -239,3 +257,16 @@ def test_what_is_read_is_not_said_to_be_unread(
     assert cli.main(["validate", str(path), *words]) == 0
     said = capsys.readouterr().out
     assert f"not read by the local engine: trainer.critic_warmup, {VERL}.critic.ppo_epochs" in said
+
+
+def test_a_critic_on_a_cluster_is_a_model(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = load_config(write_project(tmp_path, tiny_model_dir), PPO)
+    config.engine = "trinity"
+    (told,) = check_critic(config)
+    assert "joins the calls of a run" in str(told)
+    assert list(check_model(config)) == []
+    config.model.critic_model_path = "./nowhere"
+    (fault,) = check_model(config)
+    assert isinstance(fault, Fault)
+    assert "model.critic_model_path" in fault.where
+    assert "no such folder" in fault.found

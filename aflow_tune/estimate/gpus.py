@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from trinity.algorithm import ALGORITHM_TYPE
 
-from aflow_tune.config.critic import verl_settings
+from aflow_tune.config.critic import uses_critic, verl_settings
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.estimate.local import lora_of
 from aflow_tune.estimate.needs import GIB, Need, Part
@@ -67,7 +67,7 @@ def gpu_needs(
     """The needs of trainer and engines, and the number of GPUs of the run.
 
     Args:
-        models: the policy and the auxiliary models.
+        models: the policy and the auxiliary models; last the critic, if there is one.
         gpus: from `gpus_of`; None: one for the trainer beside those of the engines.
         limit, host: bytes of a GPU, and of a machine's memory; None if not known.
 
@@ -80,7 +80,8 @@ def gpu_needs(
     if config.mode not in ("both", "train", "colocate"):
         return engines, all_gpus
     own = 1 if config.mode == "colocate" else all_gpus - taken
-    on_gpu, on_host = _trainer(config, models[0].shape, lengths, own, per_node)
+    critic = models[-1].shape.parameters if uses_critic(config) else 0
+    on_gpu, on_host = _trainer(config, models[0].shape, critic, lengths, own, per_node)
     trainer = Need("trainer", "GPU", on_gpu, own, limit, USABLE)
     memory = Need("trainer", "memory", on_host, math.ceil(own / per_node), host)
     if config.mode != "colocate":
@@ -97,9 +98,16 @@ def gpu_needs(
 
 
 def _trainer(
-    config: AflowConfig, shape: ModelShape, lengths: Lengths, gpus: int, per_node: int
+    config: AflowConfig,
+    shape: ModelShape,
+    critic: int,
+    lengths: Lengths,
+    gpus: int,
+    per_node: int,
 ) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """Parts on one of its `gpus`, over which the states are sharded, and in a node's memory."""
+    """Parts on one of its `gpus`, over which the states are sharded, and in a node's memory.
+    `critic`: parameters of PPO's second model, which has no adapter (trinity/trainer/verl/
+    trainer.py `_init_workers`); 0 for none."""
     where, trainer = config.positions.where, config.trainer
     lora, strategy = lora_of(config), trainer.trainer_strategy
     checks = (
@@ -123,15 +131,14 @@ def _trainer(
     trained, base = weights, 0
     if lora is not None:
         trained, base = lora.parameters(shape) * (_BF16 if fsdp2 else held), weights
-    states = {"weights": base + trained, "gradients": trained, "optimizer": 2 * trained}
-    roles = ("policy", "critic") if algorithm.use_critic else ("policy",)
+    states = {
+        f"{role} {name}": size
+        for role, (frozen, own) in {"policy": (base, trained), "critic": (0, critic * held)}.items()
+        for name, size in (("weights", frozen + own), ("gradients", own), ("optimizer", 2 * own))
+        if frozen + own
+    }
     note = "" if gpus == 1 else f"1/{gpus} of it"
-    on_gpu = [
-        Part(f"{role} {name}", size / gpus, note)
-        for role in roles
-        for name, size in states.items()
-        if not offload
-    ]
+    on_gpu = [Part(name, size / gpus, note) for name, size in states.items() if not offload]
     # Layers gathered in bf16: the current one, the next one, and the root's embedding and head.
     # Their gradients exist once in bf16 and once in fp32, in which they are reduced
     # (MixedPrecisionPolicy: param_dtype bf16, reduce_dtype fp32), unless they are frozen.
