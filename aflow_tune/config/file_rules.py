@@ -366,6 +366,7 @@ def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found
     kind, turns = config.algorithm.algorithm_type, section.turns
     anchored = by_anchors(config.algorithm)
     stepwise = anchored or kind in ("multi_step_grpo", "gigpo")
+    stepwise |= kind == "ppo" and config.engine == "local"
     if turns > 1 and config.mode == "both" and not stepwise:
         better = "use multi_step_grpo or gigpo"
         yield f"{where('writer.turns')}: {kind} takes each turn for a run of its own; {better}"
