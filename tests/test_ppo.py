@@ -93,6 +93,23 @@ def test_rewards_of_single_steps_are_earned_where_they_fall(tiny_model_dir: Path
     assert [float(sample.extra["returns"][0]) for sample in samples] == pytest.approx([0.95, 1.0])
 
 
+def test_kl_is_taken_from_the_reward_of_each_step(tiny_model_dir: Path) -> None:
+    """k1 of .5 at each of three steps, coefficient .2, no values, gamma and lam 1: rewards -.1, -.1
+    and 1 - .1, returns .7 .8 .9. What stands at the tool's result is no step."""
+    penalty = {"kl_penalty_fn": "k1", "kl_penalty_fn_args": {"kl_coef": 0.2}}
+    trainer = make_trainer(tiny_model_dir, critic=CriticSettings())
+    step = TrainStep(make_config("ppo", **penalty), trainer)
+    assert step.needs_reference
+    exps = [call(0, [1, 0, 1]), call(1, [1])]
+    samples = [to_sample(exp) for exp in exps]
+    for sample in samples:
+        sample.extra["values"] = torch.zeros(len(sample.action_mask_R))
+        sample.extra["ref_logprob"] = torch.full((len(sample.action_mask_R),), -1.5)
+    step._advantages(exps, samples)
+    returns = torch.cat([sample.extra["returns"][sample.action_mask_R] for sample in samples])
+    assert returns.tolist() == pytest.approx([0.7, 0.8, 0.9])
+
+
 def test_the_value_head_learns_a_known_value() -> None:
     """V = 2 h_0 - h_3 + .5 from its own features, by many steps of 16 passes each."""
     generator = torch.Generator().manual_seed(0)
