@@ -254,8 +254,9 @@ _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tokenizati
 
 
 def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True) -> Found:
-    """Check the policy's model and the auxiliary ones. Without `whole`, only config.json: no
-    weights will be loaded. Without `policy`, only auxiliary models that run written workflows."""
+    """Check the policy's model, the auxiliary ones, and a critic's. Without `whole`, only
+    config.json: no weights will be loaded. Without `policy`, only auxiliary models that run written
+    workflows."""
     model, auxiliary = config.model, config.explorer.auxiliary_models
     if model.tinker.enable or model.external_model.enable:
         return
@@ -267,8 +268,11 @@ def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True)
     named: list[tuple[str, Any, bool]] = [("model", model, template)] if policy else []
     for number, item in enumerate(auxiliary):
         named.append((f"explorer.auxiliary_models.{number}", item, bool(item.chat_template)))
-    for key, item, has_template in named:
-        where, name = config.positions.where(f"{key}.model_path"), item.model_path or ""
+    paths = [(f"{key}.model_path", item.model_path or "", chat) for key, item, chat in named]
+    if policy and config.engine == "trinity" and model.critic_model_path:
+        paths.append(("model.critic_model_path", model.critic_model_path, True))
+    for place, name, has_template in paths:
+        where, key = config.positions.where(place), place.rpartition(".")[0]
         folder, bundled = Path(name).expanduser(), name in BUNDLED
         if bundled and whole:
             yield from (Fault(where, *damage) for damage in _damaged(cache_dir() / name))
@@ -288,7 +292,8 @@ def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True)
             yield Fault(where, expected, "no config.json in it", fix)
         elif not bundled and (close or not name.strip() or looks_local(config, name)):
             found = f"{name}: no such folder" if name.strip() else "nothing"
-            yield Fault(where, expected, found, f"model_path: {close or next(iter(BUNDLED))}")
+            setting = place.rpartition(".")[2]
+            yield Fault(where, expected, found, f"{setting}: {close or next(iter(BUNDLED))}")
         elif not is_cached(name):
             yield f"model {name}: not on this machine yet; it is fetched once at the start"
     path = model.chat_template_path
@@ -371,6 +376,7 @@ def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found
     kind, turns = config.algorithm.algorithm_type, section.turns
     anchored = by_anchors(config.algorithm)
     stepwise = anchored or kind in ("multi_step_grpo", "gigpo")
+    stepwise |= kind == "ppo" and config.engine == "local"
     if turns > 1 and config.mode == "both" and not stepwise:
         better = "use multi_step_grpo or gigpo"
         yield f"{where('writer.turns')}: {kind} takes each turn for a run of its own; {better}"

@@ -273,6 +273,9 @@ def adapt_cluster(config: AflowConfig, *, fetch: bool) -> None:
     for model in (config.model, *config.explorer.auxiliary_models):
         if model.model_path in BUNDLED and (fetch or is_cached(model.model_path)):
             model.model_path = str(resolve_model(model.model_path))
+    critic = config.model.critic_model_path
+    if critic in BUNDLED and (fetch or is_cached(critic)):
+        config.model.critic_model_path = str(resolve_model(critic))
     synchronizer, trainer = config.synchronizer, config.trainer
     if config.model.lora_configs is not None and synchronizer.sync_method != SyncMethod.CHECKPOINT:
         # vLLM reads the adapter from the checkpoint; Trinity would set `memory` to colocate.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aflow_tune.config.accounting import check_spend
+from aflow_tune.config.critic import check_critic, is_read
 from aflow_tune.config.engine import check_devices
 from aflow_tune.config.file_rules import (
     check_data,
@@ -150,6 +151,7 @@ _AT_LEAST = {
         """
         buffer.train_batch_size trainer.save_interval trainer.max_checkpoints_to_keep
         checkpoints.keep_best explorer.max_retry_times synchronizer.sync_offset report.transcripts
+        trainer.critic_warmup
         """
     ),
 }
@@ -516,14 +518,10 @@ _NEEDS_MORE = ("mix", "mix_chord", "on_policy_distill", "jsd")
 
 def _local_settings(case: Case) -> Found:
     import torch
-    from trinity.algorithm import ALGORITHM_TYPE
 
     config, adapters = case.config, case.config.model.lora_configs
-    kind = config.algorithm.algorithm_type
-    known = kind in ALGORITHM_TYPE._default_mapping
-    more = kind in _NEEDS_MORE or (known and ALGORITHM_TYPE.get(kind).use_critic)
-    if more and config.mode == "both":
-        expected = "an algorithm without a critic that needs rollouts only"
+    if config.algorithm.algorithm_type in _NEEDS_MORE and config.mode == "both":
+        expected = "an algorithm that needs rollouts only"
         fix = "algorithm_type: multi_step_grpo, or engine: trinity"
         yield config.wrong("algorithm.algorithm_type", expected, fix)
     yield from _values(config, _LOCAL_VALUES, " (engine: local)")
@@ -618,6 +616,7 @@ def _unread(case: Case) -> Found:
         key
         for key in places
         if any(fnmatch.fnmatchcase(key, pattern) for pattern in _GPU_KEYS)
+        and not is_read(case.config, key)
         and not any(other.startswith(key + ".") for other in places)
     )
     if unread:
@@ -723,6 +722,7 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda case: check_writer(case.config, case.workflow)),
     Rule(lambda case: check_harvest(case.config), modes=("harvest",)),
     Rule(_local_settings, engine="local"),
+    Rule(lambda case: check_critic(case.config), modes=("both", "train", "colocate")),
     Rule(_local_sampling, engine="local"),
     Rule(_quantised, (*RUNS, Purpose.EVALUATE, Purpose.ASK)),
     Rule(_precision_and_gpus, engine="local"),

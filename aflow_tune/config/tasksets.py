@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from trinity.common.config import DataSelectorConfig, ExperienceBufferConfig, TasksetConfig
 
@@ -217,10 +218,12 @@ def total_steps(config: AflowConfig) -> int | None:
 
 def settle_paths(config: AflowConfig) -> None:
     """Make paths of models and data absolute: workers start in other folders."""
-    for model in (config.model, *config.explorer.auxiliary_models):
-        name = str(model.model_path or "")
+    models: list[tuple[Any, str]] = [(config.model, "critic_model_path")]
+    models += [(it, "model_path") for it in (config.model, *config.explorer.auxiliary_models)]
+    for model, setting in models:
+        name = str(getattr(model, setting) or "")
         if name and name not in BUNDLED and Path(name).expanduser().is_dir():
-            model.model_path = os.path.abspath(os.path.expanduser(name))
+            setattr(model, setting, os.path.abspath(os.path.expanduser(name)))
     if config.dialogues.catalogue is not None:
         found_at = config.positions.beside(config.dialogues.catalogue)
         config.dialogues.catalogue = str(found_at.absolute())

@@ -116,6 +116,10 @@ def local_needs(
     if config.mode in ("both", "train"):
         step = TrainStep(config, SimpleNamespace(keep_reference=lambda: None))  # type: ignore[arg-type]
         weights("trainer", policy, lora is None)
+        if step.uses_critic:
+            tokens = runs * lengths.calls.ceiling() * lengths.response.ceiling()
+            size = 2.0 * tokens * policy.shape.hidden * _FP32
+            held.append(Part("hidden states for the value head", size, f"{tokens:.0f} tokens"))
         if step.needs_reference and lora is None:
             weights("reference policy", policy, False)
         held += trained_states(policy.shape, itemsize, lora)

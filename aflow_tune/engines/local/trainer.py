@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,11 +26,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from aflow_tune.engines.local.checkpoint import (
+    CheckpointError,
     read_checkpoint,
     write_checkpoint,
     write_merged,
     write_peft,
 )
+from aflow_tune.engines.local.critic import CriticSettings, ValueHead
 from aflow_tune.engines.local.lora import adapter_layers, adapter_state, inject
 from aflow_tune.engines.local.models import give_back, load_model
 from aflow_tune.engines.local.packed_model import PackedModel, Sample, micro_batches
@@ -68,10 +70,11 @@ class Schedule:
 @dataclass(frozen=True)
 class TrainerSettings:
     """Settings of the updates. `lora` None: full weights; `micro_batch_tokens`: packed tokens,
-    bound memory and not the update; `grad_clip`: maximum gradient norm, 0 for none; `load_in`: the
-    base under the adapter in 4bit or 8bit."""
+    bound memory and not the update; `grad_clip`: maximum gradient norm, 0 for none; `critic`: of
+    the value head, None for none; `load_in`: the base under the adapter in 4bit or 8bit."""
 
     lora: LoraSpec | None = None
+    critic: CriticSettings | None = None
     schedule: Schedule = field(default_factory=Schedule)
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.01
@@ -108,8 +111,8 @@ class LossFn(Protocol):
 
 
 class LocalTrainer:
-    """The policy, its AdamW optimiser and its schedule. On one machine's CPU the same settings,
-    batches and thread count give bit-equal weights."""
+    """The policy, its AdamW optimiser and its schedule; with a critic, its value head as well. On
+    one machine's CPU the same settings, batches and thread count give bit-equal weights."""
 
     def __init__(self, model_path: Path | str, settings: TrainerSettings) -> None:
         self.model_path = Path(model_path)
@@ -131,6 +134,10 @@ class LocalTrainer:
         if settings.lora is not None:
             self.peft = inject(self.base, settings.lora, seed=settings.seed)
         self.policy = PackedModel(self.base, temperature=settings.temperature)
+        self.critic: ValueHead | None = None
+        if settings.critic is not None:
+            size = self.base.config.hidden_size
+            self.critic = ValueHead(size, settings.critic, settings.device)
         self._params: dict[str, Tensor] = {}
         if self.peft is None:
             named = self.base.named_parameters()
@@ -152,22 +159,38 @@ class LocalTrainer:
             fused=settings.device.type in ("cpu", "cuda"),
         )
 
-    def step(self, groups: Sequence[Sequence[Sample]], loss: LossFn) -> dict[str, float]:
-        """Make one update on all `groups`; returns the metrics of the loss and the step. If the
-        gradient is not finite, the weights stay; the step counts as done and as skipped."""
-        metrics = self._step([group for group in groups if group], loss)
-        give_back()  # here, after `_step` has released its tensors
+    def step(
+        self,
+        groups: Sequence[Sequence[Sample]],
+        loss: LossFn,
+        *,
+        passes: int = 1,
+        beside: Callable[[], dict[str, float]] | None = None,
+    ) -> dict[str, float]:
+        """Make one step: `passes` updates on all `groups`, then `beside`, which updates what is
+        saved with the policy. Returns the metrics of the last update and of `beside`. If a gradient
+        is not finite, the weights stay; that update counts as done and as skipped."""
+        started = time.perf_counter()
+        kept, metrics = [group for group in groups if group], dict[str, float]()
+        for _ in range(passes):
+            metrics = self._pass(kept, loss)
+            give_back()  # here, after `_pass` has released its tensors
+        if beside is not None:
+            self.torn = True
+            metrics |= beside()
+        self.torn = False
+        self.step_count += 1
+        metrics["time/train_step"] = time.perf_counter() - started
         return metrics
 
-    def _step(self, groups: Sequence[Sequence[Sample]], loss: LossFn) -> dict[str, float]:
-        started = time.perf_counter()
+    def _pass(self, groups: Sequence[Sequence[Sample]], loss: LossFn) -> dict[str, float]:
         samples = [sample for group in groups for sample in group]
         batch = self.pad(samples, entropy=loss.needs_entropy)
         self._zero_grad()
         numbers = iter(range(len(samples)))
         whole = [list(itertools.islice(numbers, len(group))) for group in groups]
-        passes = micro_batches(samples, whole, self.settings.micro_batch_tokens)
-        for indices in passes:
+        batches = micro_batches(samples, whole, self.settings.micro_batch_tokens)
+        for indices in batches:
             part = [samples[i] for i in indices]
             width = batch.logprobs_BR.shape[1]
             logprobs, entropy = self.policy.scores(part, width, entropy=loss.needs_entropy)
@@ -177,8 +200,7 @@ class LocalTrainer:
         metrics["actor/final_loss"] = float(value)
         metrics |= self._update()
         metrics["perf/train_tokens"] = float(sum(len(sample.tokens_T) for sample in samples))
-        metrics["perf/micro_batches"] = float(len(passes))
-        metrics["time/train_step"] = time.perf_counter() - started
+        metrics["perf/micro_batches"] = float(len(batches))
         return metrics
 
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[Tensor]:
@@ -197,6 +219,17 @@ class LocalTrainer:
                 scores, _ = policy.scores([samples[i] for i in indices], width)
                 for row, i in enumerate(indices):
                     out[i] = scores[row, : len(samples[i].action_mask_R)].cpu()
+        return out
+
+    def hidden(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """fp32 hidden states [M, H] from which each sample's scored tokens are predicted, on the
+        trainer's device and without a gradient: what the value head reads."""
+        groups = [[i] for i in range(len(samples))]
+        out: list[Tensor] = [torch.empty(0)] * len(samples)
+        for indices in micro_batches(samples, groups, self.settings.micro_batch_tokens):
+            found = self.policy.hidden([samples[i] for i in indices])
+            for i, hidden_MH in zip(indices, found, strict=True):
+                out[i] = hidden_MH
         return out
 
     def keep_reference(self) -> None:
@@ -286,16 +319,14 @@ class LocalTrainer:
                 torch.nn.utils.clip_grads_with_norm_(
                     list(self._masters.values()), self.settings.grad_clip, torch.tensor(norm)
                 )
-            self.torn = True
+            self.torn = True  # until the step is whole
             self.optimizer.step()
             with torch.no_grad():
                 for name, param in self._params.items():
                     if self._masters[name] is not param:
                         param.copy_(self._masters[name])
-            self.torn = False
         else:
             self.skipped_steps += 1
-        self.step_count += 1
         self._zero_grad()
         return {
             "actor/grad_norm": norm,
@@ -323,11 +354,18 @@ class LocalTrainer:
         state: dict[str, Any] = {"step": self.step_count, "skipped_steps": self.skipped_steps}
         state |= {"lora": lora, "extra": {}}
         tensors = {"weights": self._masters, "optimizer": moments, "rng": rng}
+        if self.critic is not None:
+            tensors["critic"] = self.critic.state()
         write_checkpoint(Path(directory), tensors, state)
 
     def load(self, directory: Path | str) -> None:
-        """Restore what `save` wrote. Raises CheckpointError: damaged, or of other weights."""
+        """Restore what `save` wrote. Raises CheckpointError: damaged, of other weights, or without
+        the value head that this trainer has."""
         tensors, state = read_checkpoint(Path(directory), expected_weights=self._masters)
+        if self.critic is not None:
+            if "critic" not in tensors:
+                raise CheckpointError(f"{directory}: holds no value head: not of a run with PPO")
+            self.critic.load(tensors["critic"])
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(tensors["weights"][name])

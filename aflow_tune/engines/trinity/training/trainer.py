@@ -23,6 +23,7 @@ from trinity.common.experience import EID, Experience
 from trinity.trainer import trainer as trinity_trainer
 from trinity.trainer.trainer import TrainEngineWrapper, Trainer
 
+from aflow_tune.config.critic import critic_settings
 from aflow_tune.config.engine import removes_padding
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.names import BATCH_FILES
@@ -65,7 +66,7 @@ class PublishingTrainer(Trainer):
 
 
 class LocalTrainEngine(TrainEngineWrapper):
-    """Runs our trainer, one optimiser step per call, and manages its checkpoints. All torch work
+    """Runs our trainer, one step per call, and manages its checkpoints. All torch work
     happens on one thread of its own, so that the event loop stays responsive."""
 
     def __init__(self, config: AflowConfig) -> None:
@@ -175,6 +176,7 @@ def build_trainer(config: AflowConfig) -> LocalTrainer:
             total_steps=total,
             floor=optimizer.min_lr_ratio,
         ),
+        critic=critic_settings(config),
         betas=(optimizer.betas[0], optimizer.betas[1]),
         weight_decay=optimizer.weight_decay,
         grad_clip=config.trainer.grad_clip,
