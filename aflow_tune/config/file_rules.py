@@ -193,7 +193,7 @@ def _check_experience_rows(config: AflowConfig, found: Findings, tables: Sequenc
         return
     dialogues = config.dialogues
     try:
-        tools = catalogue_of(dialogues)
+        tools = catalogue_of(config)
     except BadInput as error:
         found.faults += error.faults
         return

@@ -665,7 +665,7 @@ def _dialogues(case: Case) -> Found:
         yield config.wrong("dialogues.candidates", "1 or more tools", "candidates: 4")
     if section.catalogue is not None:
         try:
-            catalogue_of(section)
+            catalogue_of(config)
         except BadInput as error:
             yield from error.faults
     weights, key = section.task_weights, "dialogues.task_weights"

@@ -38,7 +38,6 @@ from aflow_tune.errors import Fault
 from aflow_tune.files import write_json, write_whole
 from aflow_tune.find_ray import find_ray, uses_ray
 from aflow_tune.scoring.turns import as_tasks
-from aflow_tune.sections import DialoguesSection
 from aflow_tune.shipping import path_here
 
 FROM_DATA = ("sft", "dpo", "cpt")
@@ -91,12 +90,13 @@ def experience_buffer(config: AflowConfig) -> ExperienceBufferConfig | None:
     return config.buffer.trainer_input.experience_buffer if config.mode == "train" else None
 
 
-def catalogue_of(section: DialoguesSection) -> dict[str, Tool]:
+def catalogue_of(config: AflowConfig) -> dict[str, Tool]:
     """The tools of `dialogues.catalogue` by name; empty without one. Raises BadInput: the file
     cannot be read."""
-    if section.catalogue is None:
+    if config.dialogues.catalogue is None:
         return {}
-    return {tool.name: tool for tool in read_catalogue(Path(section.catalogue))}
+    path = config.positions.beside(config.dialogues.catalogue)
+    return {tool.name: tool for tool in read_catalogue(path)}
 
 
 def is_file(taskset: TasksetConfig | ExperienceBufferConfig) -> bool:
@@ -172,7 +172,7 @@ def _dialogues(
     held_out = any(taskset is one for _, one, is_held_out in user_tasksets(config) if is_held_out)
     found = dialogues_of(
         with_answers(table, files),
-        catalogue_of(config.dialogues),
+        catalogue_of(config),
         config.dialogues.candidates,
         held_out=held_out,
     )

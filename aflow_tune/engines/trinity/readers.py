@@ -48,6 +48,7 @@ from aflow_tune.config.tasksets import (
     locate,
     on_cluster,
 )
+from aflow_tune.data.catalogue import Tool
 from aflow_tune.data.checks import source_of
 from aflow_tune.data.dialogues import Unfit, as_dialogue, as_pair, of_split, with_answers
 from aflow_tune.data.mix import Mix, exact_shares, sample
@@ -235,6 +236,7 @@ class Experiences(_Made):
         table: Table,
         longest: int | None,
         dialogues: DialoguesSection,
+        catalogue: Mapping[str, Tool],
         seed: int = 0,
     ) -> None:
         self.left_out: list[str] = list(table.left_out)
@@ -244,7 +246,7 @@ class Experiences(_Made):
         """Where in `table` the row of each experience stands."""
         self._longest = longest
         self._dialogues, self._seed = dialogues, seed
-        self._catalogue = catalogue_of(dialogues)
+        self._catalogue = catalogue
         super().__init__(config)
 
     def _init_formatter_and_dataset(self, config: StorageConfig) -> tuple[Any, Any]:
@@ -474,7 +476,7 @@ def open_experiences(config: AflowConfig) -> Experiences | BatchFiles:
         table = of_split(with_answers(table, files), held_out=False)
     else:
         table = _from_hub(storage)
-    return Experiences(storage, table, longest, config.dialogues, config.seed)
+    return Experiences(storage, table, longest, config.dialogues, catalogue_of(config), config.seed)
 
 
 def _from_hub(storage: StorageConfig) -> Table:
