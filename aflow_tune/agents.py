@@ -58,12 +58,19 @@ class OnlineContinualLearner:
 
 @dataclass
 class AgentRewardConfig:
-    """`rewards.turns:`, the weights of the measures of an answer (docs/agents.md)."""
+    """`rewards.turns:`, the weights of the measures of an answer, together 1 (docs/agents.md). Those
+    that are not named weigh nothing; empty: the defaults."""
 
     weights: Mapping[str, float] = field(default_factory=dict)
 
+    def turns(self) -> dict[str, float]:
+        """The weight of every measure; empty for the defaults."""
+        from aflow_tune.scoring.turns import MEASURES
+
+        return {name: self.weights.get(name, 0.0) for name in MEASURES} if self.weights else {}
+
     def as_yaml(self) -> dict[str, Any]:
-        return {"rewards": {"turns": dict(self.weights)}} if self.weights else {}
+        return {"rewards": {"turns": self.turns()}} if self.weights else {}
 
 
 class AgentRewardModel:
@@ -84,7 +91,7 @@ class AgentRewardModel:
         from aflow_tune.scoring.turns import turn_reward
         from aflow_tune.sections import TurnRewardSection
 
-        return turn_reward(self.measures(answer, task), TurnRewardSection(**self.config.weights))
+        return turn_reward(self.measures(answer, task), TurnRewardSection(**self.config.turns()))
 
 
 class AgentSFTFormatter:
