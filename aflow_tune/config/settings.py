@@ -47,7 +47,7 @@ class Prepared:
     """The folder of the chain of stages whose account this run uses; None: its own."""
     awaited: str | None = None
     """A file that an earlier stage has yet to write."""
-    tables: dict[tuple[str, str, str | None], Table | None] = field(default_factory=dict)
+    tables: dict[tuple[str, str, str | None, bool], Table | None] = field(default_factory=dict)
     """Rows of task sets read so far, by path, split and subset."""
     ray: FoundRay | None = None
     """The running Ray to join; None: the run starts its own."""

@@ -140,8 +140,7 @@ def read_taskset(
     config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig
 ) -> Table | None:
     """The rows of a task set, read once per configuration; None if they are not on disk."""
-    tables = config.prepared.tables
-    key = (str(taskset.path), taskset.split, taskset.subset_name)
+    tables, key = config.prepared.tables, _table_key(config, taskset)
     if key not in tables:
         found = locate(config, taskset)
         table, whole = None, reads_dialogues(config)  # whole: what is read is what is tuned on
@@ -151,6 +150,19 @@ def read_taskset(
             table = _dialogues(config, taskset, found.files, table)
         tables[key] = table
     return tables[key]
+
+
+def _is_held_out(config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig) -> bool:
+    return any(taskset is one for _, one, held_out in user_tasksets(config) if held_out)
+
+
+def _table_key(
+    config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig
+) -> tuple[str, str, str | None, bool]:
+    """Under which `read_taskset` keeps rows: of one file, training and evaluation may read other
+    ones."""
+    held_out = reads_dialogues(config) and _is_held_out(config, taskset)
+    return str(taskset.path), taskset.split, taskset.subset_name, held_out
 
 
 def reads_dialogues(config: AflowConfig) -> bool:
@@ -169,12 +181,11 @@ def _dialogues(
         return of_split(with_answers(table, files), held_out=False)
     if not reads_dialogues(config):
         return table
-    held_out = any(taskset is one for _, one, is_held_out in user_tasksets(config) if is_held_out)
     found = dialogues_of(
         with_answers(table, files),
         catalogue_of(config),
         config.dialogues.candidates,
-        held_out=held_out,
+        held_out=_is_held_out(config, taskset),
     )
     tasks, places = [], []
     for row, place in zip(found.rows, found.places, strict=True):
@@ -232,13 +243,13 @@ def settle_paths(config: AflowConfig) -> None:
     sets = [taskset for _, taskset, _ in user_tasksets(config)]
     for taskset in sets if buffer is None else [*sets, buffer]:
         found = locate(config, taskset)
-        key = (str(taskset.path), taskset.split, taskset.subset_name)
+        key = _table_key(config, taskset)
         if found.path is not None and found.fault is None:
             taskset.path = str(found.path)
             if found.kind == "file":
                 taskset.split, taskset.subset_name = _FILE_SPLIT, None
             if key in tables:
-                tables[(taskset.path, taskset.split, taskset.subset_name)] = tables[key]
+                tables[_table_key(config, taskset)] = tables[key]
 
 
 def materialise_tasksets(config: AflowConfig, run_dir: Path | None = None) -> None:
