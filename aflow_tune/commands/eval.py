@@ -10,6 +10,7 @@ from typing import Any
 from aflow_tune.commands.options import (
     COUNT,
     REPEATED,
+    SETTING,
     SEVERAL,
     add_command,
     config_arguments,
@@ -93,7 +94,7 @@ def _find_config(options: argparse.Namespace) -> None:
     has none, or none is named."""
     from aflow_tune.evaluation.trained import RESOLVED, find_weights
 
-    if options.config is not None and "=" in options.config.name and not options.config.exists():
+    if options.config is not None and SETTING.match(str(options.config)):
         options.overrides.insert(0, str(options.config))  # a setting, where no CONFIG was given
         options.config = None
     if options.config is not None:

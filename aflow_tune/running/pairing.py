@@ -46,7 +46,7 @@ def pairs_of(records: Iterable[EvalRecord]) -> tuple[list[dict[str, Any]], dict[
             worth = call.get("reward", record.reward)
             groups.setdefault(key, []).append((worth, _message(call)))
     rows, single, equal = [], 0, 0
-    for (taskset, item, asked), answers in groups.items():
+    for (taskset, item, prompt), answers in groups.items():
         (best, chosen), (worst, rejected) = (
             choose(answers, key=lambda answer: answer[0]) for choose in (max, min)
         )
@@ -58,7 +58,7 @@ def pairs_of(records: Iterable[EvalRecord]) -> tuple[list[dict[str, Any]], dict[
             told = {"chosen": [chosen], "rejected": [rejected]}
             worth = {"chosen_reward": best, "rejected_reward": worst}
             source = {"taskset": taskset, "item": item, "samples": len(answers)}
-            rows.append({**json.loads(asked), **told, **worth, **source})
+            rows.append({**json.loads(prompt), **told, **worth, **source})
     counts = {
         "pairs": len(rows),
         "tasks": len(tasks),

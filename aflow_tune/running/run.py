@@ -500,10 +500,12 @@ class PairsRun(BenchRun):
     """`mode: pairs`: samples `algorithm.repeat_times` answers to each training task, which
     `prepare` has made the evaluated ones, and writes preference pairs, see `pairing.py`."""
 
-    def claimed(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
         """As `Run.claimed`: never a guest in another run's folder."""
         self._done = set()
-        return Run.claimed(self)
+        with Run.claimed(self):
+            yield
 
     def _weights(self) -> dict[int, Path | None]:
         return {0: None}
