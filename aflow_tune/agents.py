@@ -58,8 +58,8 @@ class OnlineContinualLearner:
 
 @dataclass
 class AgentRewardConfig:
-    """`rewards.turns:`, the weights of the measures of an answer, together 1 (docs/agents.md). Those
-    that are not named weigh nothing; empty: the defaults."""
+    """`rewards.turns:`, the weights of an answer's measures, together 1 (docs/agents.md). Those that
+    are not named weigh nothing; empty: the defaults."""
 
     weights: Mapping[str, float] = field(default_factory=dict)
 

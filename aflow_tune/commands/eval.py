@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from aflow_tune.commands.options import (
     COUNT,
     REPEATED,
+    SETTING,
     SEVERAL,
     add_command,
     config_arguments,
@@ -19,7 +20,7 @@ from aflow_tune.commands.options import (
     print_json,
     together,
 )
-from aflow_tune.errors import ExitCode, RunFailed
+from aflow_tune.errors import BadInput, ExitCode, RunFailed
 
 if TYPE_CHECKING:
     from aflow_tune.evaluation.columns import Request
@@ -94,15 +95,21 @@ def add_parser(commands: Any) -> None:
 def _find_config(options: argparse.Namespace) -> None:
     """Without a CONFIG, take that of the run to which the last folder named belongs. BadInput: it
     has none, or none is named."""
-    from aflow_tune.evaluation.trained import config_source, find_weights
+    from aflow_tune.evaluation.trained import RESOLVED, find_weights
 
-    if options.config is not None and "=" in options.config.name and not options.config.exists():
+    if options.config is not None and SETTING.match(str(options.config)):
         options.overrides.insert(0, str(options.config))  # a setting, where no CONFIG was given
         options.config = None
-    if options.config is None:
-        named = [Path(name) for name in (*options.checkpoints, *options.compare)]
-        folders = [path for path in named if path.is_dir()]
-        options.config = config_source(find_weights(folders[-1]) if folders else None, None)
+    if options.config is not None:
+        return
+    named = [*options.checkpoints, *options.compare]
+    folders = [path for path in map(Path, named) if path.is_dir()]
+    run_dir = find_weights(folders[-1]).run_dir if folders else None
+    if run_dir is None:
+        title, expected = "It is not known what to measure.", "a YAML file, or the folder of a run"
+        found = f"no CONFIG, and {', '.join(named) or 'nothing'} to compare"
+        raise BadInput.of(title, "CONFIG", expected, found, "aflow-tune eval my.yaml")
+    options.config = run_dir / RESOLVED
 
 
 def _run(options: argparse.Namespace) -> int:

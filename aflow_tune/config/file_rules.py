@@ -250,6 +250,8 @@ def _row_problem(
     return None
 
 
+_FROZEN = ("bench", "pairs", "serve", "explore")
+"""Modes that train nothing."""
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tokenization_*.py")
 
 
@@ -280,7 +282,7 @@ def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True)
             for problem in _folder_problems(folder, key, whole, has_template):
                 yield Fault(where, *problem)
             quantised = (_read(folder / "config.json") or {}).get("quantization_config")
-            if key == "model" and quantised and config.mode not in ("bench", "serve", "explore"):
+            if key == "model" and quantised and config.mode not in _FROZEN:
                 kind = quantised.get("quant_method", "quantised")
                 fix = "name the model in 16 bits; docs/recipes.md says what can be quantised"
                 yield Fault(where, "weights in 16 or 32 bits, to train them", kind, fix)

@@ -85,6 +85,8 @@ def prepare(
     if found.faults:
         train = "train" if purpose in RUNS else "be used for this"
         raise BadInput(f"These settings cannot {train}.", found.faults)
+    if config.mode == "pairs" and purpose in RUNS:
+        _evaluate_training_tasks(config)
     adapt(config)
     if purpose is Purpose.SEARCH:
         give_executor(config)
@@ -95,14 +97,14 @@ def prepare(
             adapt_local(config)
         elif purpose in RUNS:
             adapt_cluster(config, fetch=not dry)
-        # Trinity knows no `harvest`: show its validators `bench`, which runs a workflow too.
-        harvest = config.mode == "harvest"
-        config.mode = "bench" if harvest else config.mode
+        # Trinity does not know these modes: show its validators `bench`, which runs a workflow too.
+        own = config.mode if config.mode in ("harvest", "pairs") else None
+        config.mode = "bench" if own else config.mode
         try:
             for validator in _validators(config, purpose, dry):
                 _run_validator(validator, config)
         finally:
-            config.mode = "harvest" if harvest else config.mode
+            config.mode = own or config.mode
     for _, taskset, held_out in user_tasksets(config):
         # Trinity leaves the held-out task sets of `train` unread.
         if purpose not in RUNS or (config.mode == "train" and held_out):
@@ -133,7 +135,7 @@ def _take_out(config: AflowConfig, purpose: Purpose) -> None:
         config.mode, config.stages = "bench", []
     if purpose not in RUNS:
         return
-    if config.mode == "serve":
+    if config.mode in ("serve", "pairs"):
         inputs.eval_tasksets = []
     if config.mode in WITHOUT_TASKS:
         inputs.taskset, inputs.tasksets, config.mix = None, [], {}
@@ -146,6 +148,17 @@ def _take_out(config: AflowConfig, purpose: Purpose) -> None:
         if not config.positions.given(f"{_EXAMPLES}.format.enable_concatenated_multi_turn"):
             buffer.format.enable_concatenated_multi_turn = True
         buffer.name = buffer.name or "experiences"
+
+
+def _evaluate_training_tasks(config: AflowConfig) -> None:
+    """Make the training tasks of `mode: pairs` the ones that are evaluated, each several times."""
+    inputs, explorer = config.buffer.explorer_input, config.explorer
+    chosen = [*([inputs.taskset] if inputs.taskset else []), *inputs.tasksets]
+    for taskset in chosen:
+        taskset.name = taskset.name or "train"
+        taskset.repeat_times = config.algorithm.repeat_times
+    inputs.eval_tasksets, inputs.taskset, inputs.tasksets, config.mix = chosen, None, [], {}
+    explorer.eval_on_startup, explorer.bench_on_latest_checkpoint = True, False
 
 
 def adapt(config: AflowConfig) -> None:

@@ -124,7 +124,7 @@ def check_settings(case: Case, faults: Sequence[Fault] = ()) -> Findings:
 # --- Single settings: choices, ranges, registered names -----------------------------------------
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "mode": ("both", "explore", "train", "bench", "harvest", "serve", "colocate"),
+    "mode": ("both", "explore", "train", "bench", "harvest", "pairs", "serve", "colocate"),
     "explorer.concurrent_mode": ("asynchronous", "sequential", "multi-threading"),
     "trainer.trainer_type": ("verl", "tinker"),
     "trainer.save_hf_checkpoint": ("last", "always", "never"),
@@ -186,7 +186,8 @@ _RANGES: tuple[_Value, ...] = (
 )
 
 _BUFFER = "buffer.trainer_input.experience_buffer"
-_LOCAL_MODES, _ADAMS = ("both", "train", "bench", "harvest"), ("adam", "adamw")
+_LOCAL_MODES = ("both", "train", "bench", "harvest", "pairs")
+_ADAMS = ("adam", "adamw")
 _LOCAL_VALUES: tuple[_Value, ...] = (
     ("mode", lambda v: v in _LOCAL_MODES, f"one of {', '.join(_LOCAL_MODES)}", "both"),
     ("synchronizer.sync_style", lambda v: v.value != "fully_async", "taking turns", "fixed"),
@@ -324,6 +325,12 @@ def _needs(case: Case) -> Found:
     if asked is not None and asked.default is asked.empty and asked.annotation in (str, "str"):
         expected = "a text: the workflow function takes `system_prompt` and has no default for it"
         yield config.fault("rollout.system_prompt", expected, "nothing", "system_prompt: ...")
+
+
+def _something_to_prefer(case: Case) -> Found:
+    if case.config.algorithm.repeat_times < 2:
+        expected = "2 or more answers to each task, of which one can be better"
+        yield case.config.wrong("algorithm.repeat_times", expected, "repeat_times: 4")
 
 
 def _something_to_evaluate(case: Case) -> Found:
@@ -579,6 +586,8 @@ def _quantised(case: Case) -> Found:
 def _local_sampling(case: Case) -> Found:
     """Training rollouts must be sampled from the distribution whose gradient is computed."""
     config = case.config
+    if config.mode == "pairs":  # of which another stage learns, without their probabilities
+        return
     for place, _, held_out in user_tasksets(config):
         for name, default in (("top_p", 1.0), ("top_k", -1)):
             key = f"{place}.rollout_args.{name}"
@@ -695,6 +704,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_registered),
     Rule(_needs),
     Rule(_something_to_evaluate, (*RUNS, Purpose.EVALUATE), modes=("bench",)),
+    Rule(_something_to_prefer, modes=("pairs",)),
     Rule(lambda case: check_experiences(case.config), modes=("train",)),
     Rule(_rows_to_learn),
     Rule(_tasksets),

@@ -214,7 +214,7 @@ def training_rows(config: AflowConfig) -> int | None:
 
 def total_steps(config: AflowConfig) -> int | None:
     """The training steps that the settings amount to; None if the number of rows is unknown."""
-    if config.mode in ("bench", "harvest"):
+    if config.mode in ("bench", "harvest", "pairs"):
         return None
     bounds = [steps for steps in (config.trainer.total_steps, config.buffer.total_steps) if steps]
     if not config.buffer.total_steps:

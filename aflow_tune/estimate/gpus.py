@@ -197,7 +197,7 @@ def _tokens_at_once(config: AflowConfig, lengths: Lengths) -> int:
 def _engines(config: AflowConfig, models: Sequence[NamedModel], limit: float | None) -> list[Need]:
     """The needs of the rollout engines and of each auxiliary model's engines."""
     explorer, where = config.explorer, config.positions.where
-    if config.mode not in ("both", "explore", "bench", "serve", "colocate"):
+    if config.mode not in ("both", "explore", "bench", "pairs", "serve", "colocate"):
         return []
     named = [("explorer.rollout_model", explorer.rollout_model, "rollout")]
     for number, model in enumerate(explorer.auxiliary_models):

@@ -103,7 +103,7 @@ def write_report(
         if not callable(value)
     }
     told = dict(settings)
-    if settings.get("mode") in ("bench", "harvest"):  # these modes do not use it
+    if settings.get("mode") in ("bench", "harvest", "pairs"):  # these modes do not use it
         told.pop("algorithm.algorithm_type", None)
     harvest = {}
     with contextlib.suppress(OSError, ValueError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,6 +59,7 @@ from aflow_tune.report.evaluation import FOLDER, load_evaluations
 from aflow_tune.report.html import summary_text, write_report
 from aflow_tune.report.metrics import read_metrics, rewind_metrics
 from aflow_tune.report.panel import Panel
+from aflow_tune.running.pairing import write_pairs
 from aflow_tune.running.stopping import until_stopped
 from aflow_tune.runs.folder import (
     MAX_ERROR,
@@ -222,12 +224,17 @@ class Run:
             give_engine_settings(config)
         if self.workflow_func is None:
             return
-        functions, folders = (self.workflow_func, self.judge_func), self.run_dir / FOLDER
-        arguments = adapter_arguments(config, *functions, self.spend, folders, self.run_dir)
+        arguments = self._arguments(self.run_dir)
         inputs = config.buffer.explorer_input
         for taskset in [*inputs.tasksets, *inputs.eval_tasksets]:
             taskset.workflow_args.update(arguments)
         merge_mix(config, self.run_dir)
+
+    def _arguments(self, run_dir: Path | None = None) -> dict[str, Any]:
+        """The adapter's settings; `run_dir`: where what training rollouts keep is recorded."""
+        assert self.workflow_func is not None
+        functions, folder = (self.workflow_func, self.judge_func), self.run_dir / FOLDER
+        return adapter_arguments(self.config, *functions, self.spend, folder, run_dir)
 
     def _rows(self) -> tuple[int, int, str]:
         """Rows to train on, rows per step, and the key that sets the latter."""
@@ -461,9 +468,7 @@ class BenchRun(_Stepless):
     ) -> int:
         """Evaluate the weights of one step; returns the number of new rollouts."""
         config, made, folder = self.config, 0, self.run_dir / FOLDER
-        assert self.workflow_func is not None
-        functions = self.workflow_func, self.judge_func
-        arguments = adapter_arguments(config, *functions, self.spend, folder)
+        arguments = self._arguments()
         for taskset in config.buffer.explorer_input.eval_tasksets:
             of_set, samples = {taskset.name: tasks[taskset.name]}, taskset.repeat_times
             batch = Batch(None, [], arguments, folder, step)
@@ -520,7 +525,48 @@ class BenchRun(_Stepless):
             super()._write_end(status, error)
 
 
-MODES = {"train": DataRun, "bench": BenchRun, "harvest": HarvestRun, "serve": ServeRun}
+class PairsRun(BenchRun):
+    """`mode: pairs`: samples `algorithm.repeat_times` answers to each training task, which
+    `prepare` has made the evaluated ones, and writes preference pairs, see `pairing.py`."""
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """As `Run.claimed`: never a guest in another run's folder."""
+        self._done = set()
+        with Run.claimed(self):
+            yield
+
+    def _weights(self) -> dict[int, Path | None]:
+        return {0: None}
+
+    def _arguments(self, run_dir: Path | None = None) -> dict[str, Any]:
+        """With the calls of all tasks in their records."""
+        return {**super()._arguments(run_dir), "transcripts": sys.maxsize}
+
+    def _engine(self, phase: Phase, stop: Stop) -> int:
+        if self.config.engine == "local":
+            return super()._engine(phase, stop)
+        self.config.mode = "bench"  # for Trinity, which knows no `pairs`
+        try:
+            return super()._engine(phase, stop)
+        finally:
+            self.config.mode = "pairs"
+
+    def _prove(self, reached: int, stopped: bool, spent: bool) -> None:
+        super()._prove(reached, stopped, spent)
+        found = load_evaluations(self.run_dir)
+        names = [taskset.name for taskset in self.config.buffer.explorer_input.eval_tasksets]
+        records = [record for name in names for record in found[name][0].records]
+        print(write_pairs(self.run_dir, records), flush=True)
+
+
+MODES = {
+    "train": DataRun,
+    "bench": BenchRun,
+    "harvest": HarvestRun,
+    "pairs": PairsRun,
+    "serve": ServeRun,
+}
 
 
 def make_run(
