@@ -58,8 +58,8 @@ class OnlineContinualLearner:
 
 @dataclass
 class AgentRewardConfig:
-    """`rewards.turns:`, the weights of an answer's measures, together 1 (docs/agents.md). Those that
-    are not named weigh nothing; empty: the defaults."""
+    """`rewards.turns:`, the weights of an answer's measures, together 1 (docs/agents.md). Those
+    that are not named weigh nothing; empty: the defaults."""
 
     weights: Mapping[str, float] = field(default_factory=dict)
 
@@ -246,7 +246,7 @@ def _common(config: AgentSFTConfig) -> tuple[dict[str, Any], list[Path]]:
         "project": output.parent.name or "runs",
         "name": output.name,
         "checkpoint_root_dir": str(output.parent.parent),
-        "dialogues": catalogue,
+        "dialogues": {"as_tasks": True, **catalogue},
         "report": {"score": "end_to_end_success"},
         "seed": config.seed,
         "model": {

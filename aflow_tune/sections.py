@@ -180,6 +180,9 @@ class WriterSection(AnsweringSection):
 class DialoguesSection:
     """Data sets of dialogues with tools, for `mode: train` and as task sets."""
 
+    as_tasks: bool = False
+    """Task sets are dialogues of any known form, of which each turn of the assistant is a task.
+    Without `workflow`, `graph` and `writer` it is answered with the row's tools and scored."""
     catalogue: str | None = None
     """A file of tools, for rows that only name them (SAGE, Seal-Tools). None: rows bring theirs."""
     candidates: int = 4

@@ -266,7 +266,9 @@ def test_eval_tells_the_measures_of_each_task_type_and_pairs_them(
     config = write_project(tmp_path, Path("nobody/no-such-model"))
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = config.read_text().replace("score: letters", "score: end_to_end_success")
-    config.write_text(text.replace(f"workflow: {tmp_path}/flow.py:two_calls", "dialogues: {}"))
+    config.write_text(
+        text.replace(f"workflow: {tmp_path}/flow.py:two_calls", "dialogues: {as_tasks: true}")
+    )
     with ScriptedServer(answer) as server:
         asked = ["--endpoint", server.url, "--model", "small", "tuned", "--samples", "2"]
         assert main(["eval", str(config), *asked, "--json"]) == 0

@@ -166,8 +166,8 @@ def _table_key(
 
 
 def reads_dialogues(config: AflowConfig) -> bool:
-    """Whether task sets are dialogues of any form, each turn a task: with a section `dialogues`."""
-    return config.positions.given("dialogues")
+    """Whether task sets are dialogues of any form, each turn a task."""
+    return config.dialogues.as_tasks
 
 
 def _dialogues(

@@ -149,7 +149,7 @@ def _named(config: AflowConfig) -> list[str]:
 
 def resolve_functions(config: AflowConfig) -> tuple[Function, Function | None]:
     """The functions that `workflow:` (or `graph:`, or `writer:`) and `judge:` name; `use_tools`
-    with a section `dialogues` and none of them.
+    with `dialogues.as_tasks` and none of them.
 
     Raises BadInput: none or several workflows are named, a name resolves to no function, or a graph
     is faulty."""

@@ -6,7 +6,7 @@ model answered in one turn does not change the next. A benchmark row has one tur
 that is not cut into turns (`aflow_tune.scoring.turns.as_tasks`) all are asked at once, measures and
 reward are means over its turns, and each call has its turn's reward as its step reward.
 
-    dialogues: {}          # and no `workflow`
+    dialogues: {as_tasks: true}          # and no `workflow`
     report: {score: end_to_end_success}
     rewards: {turns: {end_to_end_success: 0.4, ...}}
 """
