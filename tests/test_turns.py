@@ -204,6 +204,9 @@ def test_every_turn_of_a_dialogue_is_a_task_with_the_true_history_before_it() ->
     assert [len(prompt_of(task)) for task in tasks] == [3, 5, 7]
     assert prompt_of(tasks[2]) == DIALOGUE["messages"][:7]
     assert as_tasks(tasks) == tasks
+    named = as_tasks([{**DIALOGUE, "gold": {"names_only": True}}])  # as SAGE's dialogues are
+    assert [task["answer_at"] for task in named] == [3, 5, 7]
+    assert measures(said(("find", {"n": 9})), named[0])["end_to_end_success"] == 1
     assert all(turn_reward(measures(task["messages"][-1], task)) == 1 for task in tasks)
     benchmark = {**DIALOGUE, "messages": DIALOGUE["messages"][:8], "gold": {"call": True}}
     assert [task["answer_at"] for task in as_tasks([benchmark])] == [7]

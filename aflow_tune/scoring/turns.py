@@ -56,7 +56,8 @@ class Gold:
 
 def as_tasks(rows: Iterable[Mapping[str, Any]], *, must: bool = False) -> list[dict[str, Any]]:
     """A task for each assistant turn: the row with the messages up to this turn, which is the gold
-    answer and whose place is `answer_at`. Of a row with `gold`, and of a task, only the last turn.
+    answer and whose place is `answer_at`. Of a row whose `gold` says what is wanted, and of a task,
+    only the last turn.
     A turn with nothing to answer before it is none. Raises BadInput: `messages` is no list of
     messages with roles; or it `must` have a turn and has none."""
     tasks: list[dict[str, Any]] = []
@@ -68,10 +69,12 @@ def as_tasks(rows: Iterable[Mapping[str, Any]], *, must: bool = False) -> list[d
         ):
             raise _refused(row, "messages", "a list of messages with roles", messages)
         turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-        if row.get("gold") and (not turns or turns[-1] < len(messages) - 1):
+        told = row.get("gold") or {}
+        whole = any(told.get(key) is not None for key in ("calls", "plan", "top_k", "call"))
+        if whole and (not turns or turns[-1] < len(messages) - 1):
             turns.append(len(messages))  # asked at its end; `gold` alone says what is wanted
         made, before = "answer_at" in row, len(tasks)
-        for turn in turns[-1:] if row.get("gold") or made else turns:
+        for turn in turns[-1:] if whole or made else turns:
             if any(message["role"] in ("user", "tool") for message in messages[:turn]):
                 task = {**row, "messages": messages[: turn + 1], "answer_at": turn}
                 tasks.append(task if made else {**task, "id": f"{name}/{turn}"})
