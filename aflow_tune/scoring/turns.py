@@ -161,8 +161,8 @@ def measures(answer: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str, fl
       is known which.
     - argument_correctness: the mean over the wanted calls of right / counted arguments of its pair,
       0 without one. Counted are the arguments of both sides; not one that is left out, if it may
-      be, and not one that is not wanted but has the schema's default. 1 if none is counted. If
-      calls with arguments are wanted.
+      be, and not one that is not wanted but has the schema's default (BFCL knows no defaults). 1 if
+      none is counted. If calls with arguments are wanted.
     - plan_success_rate: 1 if the plan's tools were called in its order, other calls between them or
       not; else 0. If there is a plan.
     - step_efficiency: min(1, n / m); 0 if m is 0. If calls are wanted and it is known which.
@@ -180,7 +180,7 @@ def measures(answer: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str, fl
     if gold.calls is None:
         return found | {"end_to_end_success": timely}
     wanted, steps = len(gold.calls), len(made)
-    shares = _paired(made, gold, _defaults(task))
+    shares = _paired(made, gold, {} if gold.bfcl else _defaults(task))
     found["tool_selection_accuracy"] = 2 * len(shares) / (wanted + steps)
     found["step_efficiency"] = min(1.0, wanted / steps) if steps else 0.0
     if any(values is not None for any_of in gold.calls for _, values in any_of):
