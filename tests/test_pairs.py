@@ -138,6 +138,9 @@ def test_a_chain_samples_pairs_and_learns_from_them(
             assert row["chosen_reward"] > row["rejected_reward"]
             (asked,) = row["messages"]
             assert asked["content"].startswith(f"What is {row['item']}?")
+        assert (
+            chain / stage / "data" / "train" / "train"
+        ).is_dir()  # what it reads is no held-out set
         counts = json.loads((chain / stage / "pairs.json").read_text())
         assert (counts["pairs"], counts["tasks"]) == (len(rows), 12)
     capsys.readouterr()

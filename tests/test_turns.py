@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from project import write_project
+from project import run_dir, write_project
 from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer, make_task
 from trinity.common.experience import Experience
 
@@ -121,7 +121,8 @@ def test_possible_answers_as_bfcl_has_them() -> None:
         "at": ["8 p.m.", "20:00"], "for": [2], "seats": [["A1", "A2"]], "note": ["", "none"],
         "menu": [{"main": ["fish", "meat"], "wine": ["", "red"]}],
     }}  # fmt: skip
-    task = {"messages": [ASK], "gold": {"calls": [[wanted]]}}
+    menu = tool("book", tip=5, at="20:00")  # BFCL knows no defaults
+    task = {"messages": [ASK], "tools": [menu], "gold": {"calls": [[wanted]]}}
     right = {"at": "8 PM", "for": 2, "seats": ["a-1", "A2"], "menu": {"main": "Fish"}}
     assert measures(said(("book", right)), task) == ALL_RIGHT
     for key, value in [
@@ -132,6 +133,8 @@ def test_possible_answers_as_bfcl_has_them() -> None:
         found = measures(said(("book", {**right, key: value})), task)
         counted = 4 + (key in ("note", "tip"))
         assert found["argument_correctness"] == pytest.approx((counted - 1) / counted), (key, value)
+    late = {key: value for key, value in right.items() if key != "at"}
+    assert measures(said(("book", late)), task)["argument_correctness"] == 0.75
     # Parallel calls are paired so that as many as possible are exact.
     pair = [[{"name": "f", "arguments": {"x": [1, 2]}}], [{"name": "f", "arguments": {"x": [1]}}]]
     task = {"messages": [ASK], "gold": {"calls": pair}}
@@ -205,6 +208,9 @@ def test_every_turn_of_a_dialogue_is_a_task_with_the_true_history_before_it() ->
     assert [len(prompt_of(task)) for task in tasks] == [3, 5, 7]
     assert prompt_of(tasks[2]) == DIALOGUE["messages"][:7]
     assert as_tasks(tasks) == tasks
+    named = as_tasks([{**DIALOGUE, "gold": {"names_only": True}}])  # as SAGE's dialogues are
+    assert [task["answer_at"] for task in named] == [3, 5, 7]
+    assert measures(said(("find", {"n": 9})), named[0])["end_to_end_success"] == 1
     assert all(turn_reward(measures(task["messages"][-1], task)) == 1 for task in tasks)
     benchmark = {**DIALOGUE, "messages": DIALOGUE["messages"][:8], "gold": {"call": True}}
     assert [task["answer_at"] for task in as_tasks([benchmark])] == [7]
@@ -292,5 +298,7 @@ def test_eval_tells_the_measures_of_each_task_type_and_pairs_them(
     assert difference["low"] == pytest.approx(0.5 - 3.182446 * 3**-0.5 / 2, abs=1e-6)
     assert paired["tool_selection_accuracy"]["difference"]["mean"] == 0.0
     shown = capsys.readouterr().out
+    page = (run_dir(tmp_path) / "eval" / "eval.html").read_text()
+    assert page.count("<td>argument_correctness, planning</td>") == 2  # the pair, and the table
     assert "argument_correctness, planning went from 0.000 to 1.000" in shown
     assert "0.500 ± 0.577 (0.150 to 0.850, n = 4)" in shown

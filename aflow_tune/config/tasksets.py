@@ -75,13 +75,15 @@ class Located:
 
 
 def user_tasksets(config: AflowConfig) -> list[tuple[str, TasksetConfig, bool]]:
-    """(key path, task set, whether held out) of each, before or after Trinity's validators."""
+    """(key path, task set, whether held out) of each, before or after Trinity's validators. Those
+    of `mode: pairs` are training tasks, wherever they stand."""
     inputs = config.buffer.explorer_input
     found = [("buffer.explorer_input.taskset", inputs.taskset, False)] if inputs.taskset else []
     for number, taskset in enumerate(inputs.tasksets):
         found.append((f"buffer.explorer_input.tasksets.{number}", taskset, False))
     for number, taskset in enumerate(inputs.eval_tasksets):
-        found.append((f"buffer.explorer_input.eval_tasksets.{number}", taskset, True))
+        key, held_out = f"buffer.explorer_input.eval_tasksets.{number}", config.mode != "pairs"
+        found.append((key, taskset, held_out))
     return found
 
 

@@ -56,7 +56,8 @@ class Gold:
 
 def as_tasks(rows: Iterable[Mapping[str, Any]], *, must: bool = False) -> list[dict[str, Any]]:
     """A task for each assistant turn: the row with the messages up to this turn, which is the gold
-    answer and whose place is `answer_at`. Of a row with `gold`, and of a task, only the last turn.
+    answer and whose place is `answer_at`. Of a row whose `gold` says what is wanted, and of a task,
+    only the last turn.
     A turn with nothing to answer before it is none. Raises BadInput: `messages` is no list of
     messages with roles; or it `must` have a turn and has none."""
     tasks: list[dict[str, Any]] = []
@@ -68,10 +69,12 @@ def as_tasks(rows: Iterable[Mapping[str, Any]], *, must: bool = False) -> list[d
         ):
             raise _refused(row, "messages", "a list of messages with roles", messages)
         turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-        if row.get("gold") and (not turns or turns[-1] < len(messages) - 1):
+        told = row.get("gold") or {}
+        whole = any(told.get(key) is not None for key in ("calls", "plan", "top_k", "call"))
+        if whole and (not turns or turns[-1] < len(messages) - 1):
             turns.append(len(messages))  # asked at its end; `gold` alone says what is wanted
         made, before = "answer_at" in row, len(tasks)
-        for turn in turns[-1:] if row.get("gold") or made else turns:
+        for turn in turns[-1:] if whole or made else turns:
             if any(message["role"] in ("user", "tool") for message in messages[:turn]):
                 task = {**row, "messages": messages[: turn + 1], "answer_at": turn}
                 tasks.append(task if made else {**task, "id": f"{name}/{turn}"})
@@ -158,8 +161,8 @@ def measures(answer: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str, fl
       is known which.
     - argument_correctness: the mean over the wanted calls of right / counted arguments of its pair,
       0 without one. Counted are the arguments of both sides; not one that is left out, if it may
-      be, and not one that is not wanted but has the schema's default. 1 if none is counted. If
-      calls with arguments are wanted.
+      be, and not one that is not wanted but has the schema's default (BFCL knows no defaults). 1 if
+      none is counted. If calls with arguments are wanted.
     - plan_success_rate: 1 if the plan's tools were called in its order, other calls between them or
       not; else 0. If there is a plan.
     - step_efficiency: min(1, n / m); 0 if m is 0. If calls are wanted and it is known which.
@@ -177,7 +180,7 @@ def measures(answer: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str, fl
     if gold.calls is None:
         return found | {"end_to_end_success": timely}
     wanted, steps = len(gold.calls), len(made)
-    shares = _paired(made, gold, _defaults(task))
+    shares = _paired(made, gold, {} if gold.bfcl else _defaults(task))
     found["tool_selection_accuracy"] = 2 * len(shares) / (wanted + steps)
     found["step_efficiency"] = min(1.0, wanted / steps) if steps else 0.0
     if any(values is not None for any_of in gold.calls for _, values in any_of):
