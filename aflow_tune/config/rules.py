@@ -389,7 +389,7 @@ def _rows_to_learn(case: Case) -> Found:
             yield config.wrong(place, "nothing: batch_files are read whole", f"remove `{name}`")
     path = config.replay.buffer
     if path is not None and config.mode == "train":
-        yield from _buffer(config, config.positions.beside(path))
+        yield from _buffer(config, Path(path).expanduser())
 
 
 def _buffer(config: AflowConfig, path: Path) -> Found:
