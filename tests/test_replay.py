@@ -15,9 +15,12 @@ from fake_run import write_evaluation
 from run_folders import write_run
 
 from aflow_tune.cli import main
+from aflow_tune.config.load import load_config
+from aflow_tune.config.stages import parts_of
 from aflow_tune.data.replay import eligible, join, old_rows, quotas, read_buffer
 from aflow_tune.errors import BadInput, BudgetReached
 from aflow_tune.report.rounds import backward_transfer, final_mean, forgetting
+from aflow_tune.sections import ReplaySection
 from aflow_tune.tuning import run_config
 
 
@@ -170,6 +173,25 @@ def test_a_row_that_cannot_be_rehearsed_is_named_in_the_buffer(
         with pytest.raises(BadInput, match="cannot be learned from") as caught:
             _round(tmp_path, tiny_model_dir, "run", _rows("b", 10))
         assert [fault.where for fault in caught.value.faults] == [f"{buffer}:3"]
+
+
+def test_in_a_chain_it_holds_for_the_stages_that_learn_from_rows(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = write_data_project(tmp_path, tiny_model_dir, _rows("a", 10))
+    stages = """
+replay: {buffer: b.jsonl, ratio: 0.2, from: [x]}
+stages:
+  - {stage_name: one, mode: train}
+  - {stage_name: two, mode: train, replay: {ratio: 0.4}, coreset: {size: 5}}
+  - {stage_name: three, mode: both}
+"""
+    config.write_text(config.read_text() + stages)
+    parts = parts_of(load_config(config, ["stages[0].replay.from=[y]"]))[0]
+    found = [(part.replay.buffer, part.replay.ratio, part.replay.rounds) for _, part in parts]
+    assert found[:2] == [("b.jsonl", 0.2, ["y"]), ("b.jsonl", 0.4, ["x"])]
+    assert [part.coreset.size for _, part in parts] == [None, 5, None]
+    assert parts[2][1].replay == ReplaySection()
 
 
 # --- what rounds forget ----------------------------------------------------------------------

@@ -386,14 +386,12 @@ def _rows_to_learn(case: Case) -> Found:
     """Check `coreset` and `replay`: where they can be used, and that there are rows for them."""
     config, buffer = case.config, experience_buffer(case.config)
     for name, key in _ASK.items():
-        place, given = f"{name}.{key}", config.positions.given(name)
-        asked = value_of(config, place) is not None
-        if config.mode != "train":
-            # What a chain says at its top holds for those of its stages that learn from rows.
-            if (asked or given) and not config.positions.inherited(name):
-                expected = "nothing: only `mode: train` learns from the rows of a data set"
-                yield config.wrong(place, expected, f"remove `{name}`, or give it to a stage")
-        elif not asked and given:
+        place, section = f"{name}.{key}", getattr(config, name)
+        asked = getattr(section, key) is not None
+        if config.mode in _WITH_ROLLOUTS and section != type(section)():
+            expected = "nothing: only `mode: train` learns from the rows of a data set"
+            yield config.wrong(place, expected, f"remove `{name}`, or give it to a stage")
+        elif not asked and section != type(section)():
             fix = {"coreset": "size: 0.25", "replay": "buffer: runs/replay.jsonl"}[name]
             yield config.fault(place, f"`{key}`, without which nothing is done", "none", fix)
         elif asked and config.engine != "local":
@@ -402,7 +400,7 @@ def _rows_to_learn(case: Case) -> Found:
             yield config.wrong(place, "nothing: batch_files are read whole", f"remove `{name}`")
     path = config.replay.buffer
     if path is not None and config.mode == "train":
-        yield from _buffer(config, config.positions.beside(path))
+        yield from _buffer(config, Path(path).expanduser())
 
 
 def _buffer(config: AflowConfig, path: Path) -> Found:

@@ -189,7 +189,8 @@ def join_buffer(config: AflowConfig, own: Experiences) -> None:
 
 
 def buffer_path(config: AflowConfig) -> Path:
-    return config.positions.beside(str(config.replay.buffer)).absolute()
+    """As `checkpoint_root_dir`, relative to the current folder: runs write it."""
+    return Path(str(config.replay.buffer)).expanduser().absolute()
 
 
 def _own_rows(reader: Experiences) -> Sequence[Mapping[str, Any]]:
