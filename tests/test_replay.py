@@ -18,7 +18,7 @@ from aflow_tune.cli import main
 from aflow_tune.config.load import load_config
 from aflow_tune.config.stages import parts_of
 from aflow_tune.data.replay import eligible, join, old_rows, quotas, read_buffer
-from aflow_tune.errors import BadInput, BudgetReached
+from aflow_tune.errors import BadInput, BudgetReached, RunFailed
 from aflow_tune.report.rounds import backward_transfer, final_mean, forgetting
 from aflow_tune.sections import ReplaySection
 from aflow_tune.tuning import run_config
@@ -173,6 +173,9 @@ def test_a_row_that_cannot_be_rehearsed_is_named_in_the_buffer(
         with pytest.raises(BadInput, match="cannot be learned from") as caught:
             _round(tmp_path, tiny_model_dir, "run", _rows("b", 10))
         assert [fault.where for fault in caught.value.faults] == [f"{buffer}:3"]
+    with pytest.raises(RunFailed, match="cannot be written"):  # before it trains, not after
+        _round(tmp_path, tiny_model_dir, "new", _rows("b", 10), f"replay.buffer={buffer}/b.jsonl")
+    assert not list((tmp_path / "runs").rglob("global_step_*"))
 
 
 def test_in_a_chain_it_holds_for_the_stages_that_learn_from_rows(

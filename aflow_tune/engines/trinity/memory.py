@@ -16,7 +16,7 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,9 @@ from trinity.common.experience import Experience, split_dpo_experience_to_single
 
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.data.coreset import choose, count_of
-from aflow_tune.data.replay import eligible, join, old_rows, read_buffer
+from aflow_tune.data.replay import Kept, Row, eligible, join, old_rows
 from aflow_tune.engines.trinity.readers import Experiences, open_experiences
-from aflow_tune.errors import BadInput
+from aflow_tune.errors import BadInput, RunFailed
 from aflow_tune.files import as_line, write_json, write_whole
 from aflow_tune.report.html import CORESET_FILE, REPLAY_FILE
 
@@ -126,13 +126,14 @@ class Rehearsal:
 
 def open_rehearsal(config: AflowConfig, own: Experiences) -> Rehearsal:
     """The reader of a run that rehearses. Raises BadInput: the buffer cannot be read, has not the
-    rounds asked for, or has a row that cannot be learned from."""
+    rounds asked for, or has a row that cannot be learned from; RunFailed as `_joined`."""
     run_dir, section = Path(config.checkpoint_job_dir), config.replay
     folder, path = run_dir / "data" / "replay", buffer_path(config)
     record, old = run_dir / REPLAY_FILE, None
     if not record.exists():
         kind, mine = config.algorithm.algorithm_type, own.table.rows
-        kept = eligible(read_buffer(path), kind, mine, section.rounds) if section.ratio else []
+        held = _joined(config, [])  # nothing: it is there, and can be written at the end
+        kept = eligible(held, kind, mine, section.rounds) if section.ratio else []
         shutil.rmtree(folder, ignore_errors=True)
         if kept:
             write_whole(folder / "train.jsonl", b"".join(as_line(one.row) for one in kept))
@@ -178,14 +179,26 @@ def _in_buffer(where: str, places: Sequence[str]) -> str:
 
 
 def join_buffer(config: AflowConfig, own: Experiences) -> None:
-    """Add the rows that a finished run learned from to the buffer. Raises as `data.replay.join`."""
-    section, path = config.replay, buffer_path(config)
-    name = Path(config.checkpoint_job_dir).relative_to(config.checkpoint_root_dir).as_posix()
-    kind = config.algorithm.algorithm_type
-    held = join(path, name, kind, _own_rows(own), section.capacity)
+    """Add the rows that a finished run learned from to the buffer. Raises as `_joined`."""
+    held = _joined(config, _own_rows(own), config.replay.capacity)
     rounds = Counter(kept.round for kept in held)
-    told = f"{rounds[name]} rows of this round, {len(held)} of {len(rounds)} in all"
-    print(f"replay: {path} has {told}", flush=True)
+    told = f"{rounds[_round(config)]} rows of this round, {len(held)} of {len(rounds)} in all"
+    print(f"replay: {buffer_path(config)} has {told}", flush=True)
+
+
+def _joined(config: AflowConfig, rows: Iterable[Row], capacity: int | None = None) -> list[Kept]:
+    """`join` of the run. Raises BadInput as that; RunFailed: the buffer cannot be written."""
+    path, kind = buffer_path(config), config.algorithm.algorithm_type
+    try:
+        return join(path, _round(config), kind, rows, capacity)
+    except OSError as error:
+        cure = "Make room or make it writable; the same command goes on."
+        raise RunFailed(f"replay.buffer: {path} cannot be written: {error}. {cure}") from error
+
+
+def _round(config: AflowConfig) -> str:
+    run_dir = Path(config.checkpoint_job_dir)
+    return run_dir.relative_to(config.checkpoint_root_dir).as_posix()
 
 
 def buffer_path(config: AflowConfig) -> Path:
@@ -193,6 +206,6 @@ def buffer_path(config: AflowConfig) -> Path:
     return Path(str(config.replay.buffer)).expanduser().absolute()
 
 
-def _own_rows(reader: Experiences) -> Sequence[Mapping[str, Any]]:
+def _own_rows(reader: Experiences) -> Sequence[Row]:
     """The rows that are read, as they stand in their files."""
     return [reader.table.rows[number] for number in dict.fromkeys(reader.numbers)]
