@@ -112,20 +112,21 @@ def add_parser(commands: Any) -> None:
 
 def _index(options: argparse.Namespace) -> int:
     from aflow_tune.retrieval.catalogue import read_catalogue
-    from aflow_tune.retrieval.index import ToolIndex, Trained
+    from aflow_tune.retrieval.index import ToolIndex
 
     _new(options.output)
     tools = read_catalogue(options.catalogue)
-    encoder, trained = None, Trained()
+    made = ToolIndex(tools)
     if options.retriever is not None:
         found = ToolIndex.load(options.retriever)
-        encoder, trained = found.encoder, found.trained
-        if encoder is None:
+        made = ToolIndex(tools, found.encoder, found.share, found.trained)
+        if found.encoder is None:
             where, expected = f"--retriever {options.retriever}", "an index that was trained"
             cure = "name a folder of `aflow-tune tools train`, or leave it out"
             raise BadInput.of("There is no retriever.", where, expected, "BM25 alone", cure)
-    ToolIndex(tools, encoder, trained).save(options.output)
-    print(f"{options.output}: {len(tools)} tools, by {'BM25' if encoder is None else 'retriever'}")
+    made.save(options.output)
+    way = "BM25" if made.encoder is None else f"what {options.retriever} learned"
+    print(f"{options.output}: {len(tools)} tools, ranked by {way}")
     return ExitCode.DONE
 
 
@@ -153,9 +154,9 @@ def _train(options: argparse.Namespace) -> int:
     asked = read_asked(options.pairs, (tool.name for tool in tools), options.split)
 
     from aflow_tune.engines.local.models import resolve_model
-    from aflow_tune.retrieval.encoder import Encoder, Schedule, train
-    from aflow_tune.retrieval.index import ToolIndex, Trained
+    from aflow_tune.retrieval.encoder import Encoder
     from aflow_tune.retrieval.measures import held_out
+    from aflow_tune.retrieval.training import Schedule, fit
 
     used, tested, unseen = held_out(asked, options.hold_out, options.seed)
     if len(used) < 2:
@@ -171,25 +172,30 @@ def _train(options: argparse.Namespace) -> int:
             f"held out: {len(tested)} queries for them, {len(unseen)} for other tools", flush=True
         )
     last = began = time.monotonic()
+    first = 0.0
 
     def say(step: int, steps: int, loss: float) -> None:
-        nonlocal last
+        nonlocal last, first
         live, now = sys.stdout.isatty(), time.monotonic()
+        first = first or now
         if now - last > (_EVERY if live else 10 * _EVERY) or step == steps:
             last = now
-            left = (now - began) / step * (steps - step)
+            left = (now - first) / max(1, step - 1) * (steps - step)
             line = f"step {step} of {steps}, loss {loss:.3f}, {left:.0f} s left"
             print(f"\r{line}   " if live else line, end="" if live else "\n", flush=True)
 
     try:
         texts = [*(tool.text for tool in tools), *(one.query for one in used)]
         untrained = Encoder.of_model(resolve_model(options.model), texts)
-        plan = Schedule(epochs=options.epochs)
-        encoder = train(untrained, tools, used, seed=options.seed, schedule=plan, say=say)
-        ToolIndex(tools, encoder, Trained.on(options.model, used)).save(options.output)
+        plan, seed = Schedule(epochs=options.epochs), options.seed
+        index = fit(untrained, tools, used, model=options.model, seed=seed, schedule=plan, say=say)
+        index.save(options.output)
     except KeyboardInterrupt:
         raise Interrupted("training was stopped: nothing was written") from None
-    print(f"{options.output}: {len(tools)} tools, trained in {time.monotonic() - began:.0f} s")
+    seconds = f"trained in {time.monotonic() - began:.0f} s"
+    print(
+        f"{options.output}: {len(tools)} tools, {seconds}, BM25 counts {index.share:g} of a score"
+    )
     if tested or unseen:
         print(f"measure it: aflow-tune tools eval {options.output} {options.pairs}")
     return ExitCode.DONE

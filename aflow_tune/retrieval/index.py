@@ -1,9 +1,9 @@
 """`ToolIndex`: a catalogue that can be searched, by BM25 alone or with a trained encoder.
 
-With an encoder a tool's score is 0.9 times the cosine of its text and the query, plus 0.1 times its
-BM25 score as a share of the query's best one: words help with tools that training never saw. Saved
-as a folder of the local engine's form, every file with its SHA-256; vectors of tools are computed
-when it is loaded, so that they always fit the catalogue.
+With an encoder a tool's score is (1 - w) times the cosine of its text and the query, plus w times
+its BM25 score as a share of the query's best one: words help with tools that training never saw.
+Saved as a folder of the local engine's form, every file with its SHA-256; vectors of tools are
+computed when it is loaded, so that they always fit the catalogue.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from aflow_tune.retrieval.bm25 import BM25
 from aflow_tune.retrieval.catalogue import Asked, Tool, tools_of
 from aflow_tune.retrieval.encoder import Encoder
 
-WORDS = 0.1
-"""The share of BM25 in a score."""
 _KIND = "tool index"
 _TITLE = "The tool index cannot be used."
 _CURE = "make it again: aflow-tune tools index, or aflow-tune tools train"
@@ -46,10 +44,11 @@ class Trained:
 
 @dataclass
 class ToolIndex:
-    """Tools with what finds them. `encoder`: None for BM25 alone."""
+    """Tools with what finds them. `encoder`: None for BM25 alone; `share`: BM25's in a score."""
 
     tools: Sequence[Tool]
     encoder: Encoder | None = None
+    share: float = 0.0
     trained: Trained = field(default_factory=Trained)
 
     def __post_init__(self) -> None:
@@ -64,7 +63,7 @@ class ToolIndex:
             return words_QN
         best_Q1 = np.maximum(words_QN.max(axis=1, keepdims=True), 1e-9)
         cosines_QN = self.encoder.encode(queries) @ self._vectors_ND.T
-        mixed: NDArray[np.float64] = (1 - WORDS) * cosines_QN + WORDS * words_QN / best_Q1
+        mixed: NDArray[np.float64] = (1 - self.share) * cosines_QN + self.share * words_QN / best_Q1
         return mixed
 
     def word_scores(self, queries: Sequence[str]) -> NDArray[np.float64]:
@@ -82,6 +81,7 @@ class ToolIndex:
         state: dict[str, Any] = {
             "kind": _KIND,
             "tools": [tool.to_json() for tool in self.tools],
+            "share": self.share,
             "model": self.trained.model,
             "trained_tools": sorted(self.trained.tools),
             "trained_queries": sorted(self.trained.queries),
@@ -116,7 +116,7 @@ class ToolIndex:
                 raise BadInput.of(_TITLE, f"{folder}/encoder.safetensors", expected, found, _CURE)
             encoder = Encoder(tokenizer, table_VD)
         seen = frozenset(state["trained_tools"]), frozenset(state["trained_queries"])
-        return cls(tools, encoder, Trained(state["model"], *seen))
+        return cls(tools, encoder, state["share"], Trained(state["model"], *seen))
 
 
 def mark(query: str) -> str:

@@ -22,6 +22,7 @@ from aflow_tune.retrieval.index import ToolIndex, mark
 
 DEPTH = 10
 """Of nDCG."""
+KINDS = ("all", "tools seen", "tools unseen", "both")
 _DRAWINGS = 1000
 _AT_ONCE = 512
 BASELINE = "BM25"
@@ -63,33 +64,31 @@ def measure(
     """Ask the index every query that its training has not seen.
 
     Args:
-        untrained: the folder of the model whose embeddings, untrained, are a column. Their weights
-            of tokens are counted on the catalogue and these queries.
+        untrained: the folder of the model whose embeddings, untrained, are a column, with the same
+            share of BM25. Their weights of tokens are counted on the catalogue and these queries.
     """
     new = [one for one in asked if mark(one.query) not in index.trained.queries]
     columns = {BASELINE: ToolIndex(index.tools)}
     if untrained is not None and new:
         texts = [*(tool.text for tool in index.tools), *(one.query for one in new)]
         encoder = Encoder.of_model(untrained, texts)
-        columns["untrained"] = ToolIndex(index.tools, encoder)
+        columns["untrained"] = ToolIndex(index.tools, encoder, index.share)
     if index.encoder is not None:
         columns["trained"] = index
     kinds: dict[str, list[Asked]] = {}
     for one in new:
         kinds.setdefault(_kind(index, one), []).append(one)
     groups = {}
-    for kind, queries in sorted(kinds.items()):
-        values = {name: _values(column, queries, k) for name, column in columns.items()}
-        names = ("hit@1", f"recall@{k}", f"nDCG@{DEPTH}")
-        means, over = {}, {}
-        for at, name in enumerate(names):
-            means[name] = {column: bootstrap(found[:, at]) for column, found in values.items()}
-            over[name] = {
-                column: bootstrap(found[:, at] - values[BASELINE][:, at])
-                for column, found in values.items()
-                if column != BASELINE
-            }
-        groups[kind] = Group(len(queries), means, over)
+    for kind in filter(kinds.__contains__, KINDS):
+        values = {name: measured(column, kinds[kind], k) for name, column in columns.items()}
+        means: dict[str, dict[str, Interval]] = {}
+        over: dict[str, dict[str, Interval]] = {}
+        for column, found in values.items():
+            both = bootstrap(np.hstack([found, found - values[BASELINE]]))
+            for at, name in enumerate(("hit@1", f"recall@{k}", f"nDCG@{DEPTH}")):
+                means.setdefault(name, {})[column] = both[at]
+                over.setdefault(name, {})[column] = both[at + 3]
+        groups[kind] = Group(len(kinds[kind]), means, over)
     return Measured(groups, len(asked) - len(new))
 
 
@@ -100,8 +99,8 @@ def _kind(index: ToolIndex, one: Asked) -> str:
     return "both" if len(seen) > 1 else "tools seen" if seen.pop() else "tools unseen"
 
 
-def _values(index: ToolIndex, asked: Sequence[Asked], k: int) -> NDArray[np.float64]:
-    """hit@1, recall@k and nDCG of each query, [Q, 3]."""
+def measured(index: ToolIndex, asked: Sequence[Asked], k: int) -> NDArray[np.float64]:
+    """hit@1, recall@k and nDCG@10 of each query, [Q, 3]."""
     place = {tool.name: number for number, tool in enumerate(index.tools)}
     found = []
     for start in range(0, len(asked), _AT_ONCE):
@@ -120,12 +119,16 @@ def ndcg(right: Sequence[bool] | NDArray[np.bool_], total: int) -> float:
     return float(discounts[np.asarray(right)].sum() / discounts[:total].sum())
 
 
-def bootstrap(values: NDArray[np.float64], seed: int = 0) -> Interval:
-    """The mean with its 95% interval over resampled values."""
-    draw, count = np.random.default_rng(seed), len(values)
-    shares = [draw.multinomial(count, np.full(count, 1 / count)) for _ in range(_DRAWINGS)]
-    low, high = np.quantile([float(one @ values) / count for one in shares], (0.025, 0.975))
-    return Interval(float(values.mean()), float(low), float(high), count)
+def bootstrap(values_QM: NDArray[np.float64], seed: int = 0) -> list[Interval]:
+    """The mean of each measure with its 95% interval over resampled queries."""
+    draw, count = np.random.default_rng(seed), len(values_QM)
+    even = np.full(count, 1 / count)
+    means = [
+        draw.multinomial(count, even, 100) @ values_QM / count for _ in range(_DRAWINGS // 100)
+    ]
+    bounds = np.quantile(np.concatenate(means), (0.025, 0.975), axis=0).T.tolist()
+    middles = values_QM.mean(axis=0).tolist()
+    return [Interval(m, low, high, count) for m, (low, high) in zip(middles, bounds, strict=True)]
 
 
 def held_out(
