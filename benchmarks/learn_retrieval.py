@@ -3,10 +3,10 @@
     python benchmarks/learn_retrieval.py --tools FOLDER
     python benchmarks/learn_retrieval.py --tools FOLDER --other CATALOGUE PAIRS QUERIES
 
-FOLDER holds plugin_des.json and all_clean_data.csv of MetaTool (github.com/HowieHwong/MetaTool, MIT):
-199 tools, 20,550 queries. A fifth of the tools, drawn by the seed, is left out of training with all
-of their queries, and a fifth of the other queries. Ranked are always all tools. `--other` trains on
-PAIRS of another catalogue and asks QUERIES.
+FOLDER holds plugin_des.json and all_clean_data.csv of MetaTool (github.com/HowieHwong/MetaTool,
+MIT): 199 tools, 20,550 queries. A fifth of the tools, drawn by the seed, is left out of training
+with all of their queries, and a fifth of the other queries. Ranked are always all tools. `--other`
+trains on PAIRS of another catalogue and asks QUERIES.
 """
 
 from __future__ import annotations
