@@ -76,7 +76,7 @@ def test_catalogues_of_every_form(form: str, tmp_path: Path) -> None:
     city = tool.parameters["properties"]["city"]
     assert (tool.parameters["type"], city["type"]) == ("object", "string")
     assert "required" not in city
-    assert tool.parameters.get("required") == (None if form == "xlam" else ["city"])
+    assert tool.parameters["required"] == ["city"]
     assert tool.to_openai()["function"]["parameters"] == tool.parameters
     assert {"weather", "city"} <= set(re.findall(r"\w+", words_of(tool.text).lower()))
     if form == "sage":
@@ -102,6 +102,7 @@ def test_an_object_of_descriptions_and_a_list_and_a_repeated_name(tmp_path: Path
         ('{"name": "a", "description": ["x"]}', ":2", "a list"),
         ('{"name": "a", "parameters": [1]}', ":2", "parameters of an unknown form"),
         ('{"name": "a", "parameters": {"type": "object", "properties": []}}', ":2", "form ([])"),
+        ('{"name": "a", "inputs": [{"type": "string"}]}', ":2", "form ('name')"),
         ('{"tools": "[{"}', ":2", "Expecting"),
         ('{"name": "a"', ":2", "column"),
     ],
@@ -118,13 +119,34 @@ def test_a_faulty_row_is_named_with_its_line(
     assert found in fault.found
 
 
+def test_parameters_become_a_schema(tmp_path: Path) -> None:
+    """Types by Python's names, texts instead of schemas, nulls, a schema without its type."""
+    flat = {
+        "a": {"type": "List[int]", "required": True},
+        "b": "str, optional",
+        "c": {"type": "any"},
+    }
+    bare = {
+        "properties": {"a": {"type": "dict", "properties": {"x": {"type": "float"}}}, "b": None}
+    }
+    rows = [{"name": n, "parameters": given} for n, given in (("flat", flat), ("bare", bare))]
+    found = read_catalogue(written(tmp_path / "tools.jsonl", *rows, {"name": "none"}))
+    inner = {"type": "object", "properties": {"x": {"type": "number"}}}
+    assert [tool.parameters for tool in found] == [
+        {"type": "object", "required": ["a"],
+         "properties": {"a": {"type": "array"}, "b": {"type": "string"}, "c": {}}},
+        {"type": "object", "properties": {"a": inner}},
+        {"type": "object", "properties": {}},
+    ]  # fmt: skip
+
+
 def test_queries_of_every_form(tmp_path: Path) -> None:
     rows = [
         {"query": "one", "tools": ["a", "b"]},
         {"question": "two", "tool": "a"},
         {"instruction": "three", "candidate_tools": ["a", "b"], "split": "train",
          "ground_truth": {"top_k": ["b"], "explanation": ""}},
-        {"goal": "four", "target_tools": ["a"], "turns": []},
+        {"goal": "four", "target_tools": "[\"a\"]", "turns": []},
         {"id": "x", "query": "five", "calling": [{"api": "b", "parameters": {}}]},
         {"query": "one", "tools": "c"},
     ]  # fmt: skip

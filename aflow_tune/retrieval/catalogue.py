@@ -33,6 +33,8 @@ _TYPES = {"str": "string", "text": "string", "int": "integer", "long": "integer"
 _TYPES |= {"float": "number", "double": "number", "bool": "boolean", "dict": "object"}
 _TYPES |= {"list": "array", "tuple": "array"}
 _SCHEMA_TYPES = {"string", "integer", "number", "boolean", "object", "array", "null"}
+_NOTHING = {"type": "object", "properties": {}}
+_WORD = re.compile(r"[a-z]+")
 _BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[_\W]+")
 _CURE = 'one tool is {"name": ..., "description": ..., "parameters": {...}}; see docs/tools.md'
 
@@ -43,7 +45,7 @@ class Tool:
 
     name: str
     description: str
-    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object"})
+    parameters: Mapping[str, Any] = field(default_factory=lambda: dict(_NOTHING))
     more: str = ""
 
     @cached_property
@@ -106,16 +108,15 @@ def _rows_of_catalogue(path: Path) -> Iterable[tuple[str, Any]]:
             whole = json.loads(path.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError):
             whole = None  # may be JSON lines under this name: `read_table` says what is wrong
-        if isinstance(whole, dict):
+        if _is_map(whole):
             if any(isinstance(whole.get(key), list | str) for key in (*_LISTS, *_NAMES)):
                 return [(str(path), whole)]
-            texts = {name: {"description": text} for name, text in whole.items()}
             return [
                 (
                     f"{path}: {name}",
-                    {"name": name, **(whole[name] if _is_map(whole[name]) else row)},
+                    {"name": name, **(one if _is_map(one) else {"description": one})},
                 )
-                for name, row in texts.items()
+                for name, one in whole.items()
             ]
     table = _table(path)
     return zip(table.places, table.rows, strict=True)
@@ -147,7 +148,7 @@ def tools_of(row: Any) -> Iterator[Tool]:
     more = [title, *(text for key in _MORE for text in _texts(row.get(key)))]
     try:
         parameters = _schema(row)
-    except (TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{name}: parameters of an unknown form ({error})") from None
     yield Tool(name, described.strip(), parameters, " ".join(part for part in more if part))
 
@@ -157,16 +158,18 @@ def _schema(row: Mapping[str, Any]) -> dict[str, Any]:
     given: Any = next((row[k] for k in ("parameters", "inputs", "arguments") if row.get(k)), {})
     if isinstance(given, str):
         given = json.loads(given)
-    required = row.get("required") or []
     if isinstance(given, list):
-        required = [item["name"] for item in given if item.get("required")]
         given = {item["name"]: {k: v for k, v in item.items() if k != "name"} for item in given}
-    if not _is_map(given) or not isinstance(required, list):
+    if not _is_map(given):
         raise ValueError(f"{given!r:.60}")
-    if not isinstance(given.get("type", {}), str):
-        given = {"type": "object", "properties": given, "required": required}
-    schema: dict[str, Any] = _plain(given)
-    if not _is_map(schema.get("properties", {})):
+    inner = given.get("properties")
+    if not isinstance(given.get("type"), str) and not (
+        _is_map(inner) and all(part is None or _is_map(part) for part in inner.values())
+    ):
+        needed = [name for name, part in given.items() if _is_map(part) and part.get("required")]
+        given = {"properties": given, "required": row.get("required") or needed}
+    schema = _plain(given)
+    if not _is_map(schema.setdefault("properties", {})):
         raise ValueError(f"{schema['properties']!r:.60}")
     if not schema.get("required"):
         schema.pop("required", None)
@@ -174,21 +177,26 @@ def _schema(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(schema: Any) -> Any:
-    """A schema with JSON schema's names of types; a `required` beside a single parameter, which
-    belongs to the object around it, is left out."""
+    """A schema with JSON schema's names of types. Nulls, which tables fill in, are left out, and
+    so is a `required` of a single parameter, which belongs to the object around it."""
     if not _is_map(schema):
         return schema
-    made = {}
+    made: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "type" and isinstance(value, str):
-            value = _TYPES.get(value.strip().lower(), value.strip().lower())
+            word = _WORD.match(value.strip().lower())
+            value = _TYPES.get(word[0], word[0]) if word else ""
             if value not in _SCHEMA_TYPES:
                 continue  # `any`: a schema without a type takes anything
         elif key == "properties" and _is_map(value):
-            value = {str(name): _plain(part) for name, part in value.items()}
+            parts = {str(name): part for name, part in value.items() if part is not None}
+            value = {
+                name: _plain({"type": part} if isinstance(part, str) else part)
+                for name, part in parts.items()
+            }
         elif key == "items":
             value = _plain(value)
-        elif key == "required" and not isinstance(value, list):
+        elif value is None or (key == "required" and not isinstance(value, list)):
             continue
         made[key] = value
     return made
@@ -216,7 +224,10 @@ def read_asked(path: Path, known: Iterable[str], split: str = "") -> list[Asked]
             continue
         row = {str(key).lower(): value for key, value in row.items()}
         query = next((row[key] for key in _QUERIES if row.get(key)), None)
-        tools = next((tuple(_named(row[key])) for key in _TOOLS if row.get(key)), ())
+        try:
+            tools = next((tuple(_named(row[key])) for key in _TOOLS if row.get(key)), ())
+        except ValueError:  # a list as text that is none
+            tools = ()
         if not isinstance(query, str) or not query.strip() or not tools:
             expected = 'a query and its tools, such as {"query": ..., "tools": [NAME]}'
             keys = ", ".join(row) or "nothing"
@@ -236,6 +247,8 @@ def read_asked(path: Path, known: Iterable[str], split: str = "") -> list[Asked]
 
 def _named(value: Any) -> Iterator[str]:
     """The names of tools in a cell: a name, a list, Seal-Tools' calls, SAGE's ground truth."""
+    if isinstance(value, str) and value.startswith("["):
+        value = json.loads(value)
     if isinstance(value, str):
         yield value
     elif _is_map(value):

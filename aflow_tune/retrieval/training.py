@@ -28,7 +28,7 @@ SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)
 """What BM25 may count."""
 _LIKELY = 10
 """A hard negative is drawn from so many wrong tools that BM25 ranks first."""
-_CHOSEN_BY = 500
+_CHOSEN_BY = 1000
 """Queries of a kind by which the share of BM25 is chosen, at most."""
 
 Say = Callable[[int, int, float], None]
@@ -83,7 +83,8 @@ def fit(
             say(step, round(steps * (1 + len(asked) / len(used))), loss)
 
         trial = ToolIndex(tools, train(untrained, tools, used, seed, schedule, first))
-        words = _best_share(trial, [tested[:_CHOSEN_BY], unseen[:_CHOSEN_BY]])
+        kinds = [one[:: -(-len(one) // _CHOSEN_BY)] for one in (tested, unseen)]  # spread evenly
+        words = _best_share(trial, kinds)
 
     def second(step: int, steps: int, loss: float) -> None:
         say(before + step, before + steps, loss)
