@@ -32,9 +32,15 @@ _AT_ONCE = 4096
 
 
 class Encoder:
-    """Texts to unit vectors. `table_VD`: a row for each token of the tokenizer, in fp32."""
+    """Texts to unit vectors. `table_VD`: a row for each token of the tokenizer, in fp32; may have
+    more. Raises BadInput: it has fewer. `where`: the place of the two."""
 
-    def __init__(self, tokenizer: Tokenizer, table_VD: Tensor) -> None:
+    def __init__(self, tokenizer: Tokenizer, table_VD: Tensor, where: str = "table_VD") -> None:
+        if len(table_VD) < tokenizer.get_vocab_size():
+            title, expected = "Table and tokenizer do not fit.", "a row for each token"
+            found = f"{len(table_VD)} rows, {tokenizer.get_vocab_size()} tokens"
+            cure = "take both from one model, or make the index again"
+            raise BadInput.of(title, where, expected, found, cure)
         self.tokenizer, self.table_VD = tokenizer, table_VD
 
     @classmethod
@@ -49,10 +55,11 @@ class Encoder:
         if table_VH.shape[1] > WIDEST:
             _, directions_HH = torch.linalg.eigh(table_VH.T @ table_VH)
             table_VH = table_VH @ directions_HH[:, -WIDEST:]
-        encoder = cls(Tokenizer.from_file(str(path)), table_VH)
-        counts_V = torch.zeros(len(table_VH))
-        for ids in encoder.tokens(texts):
-            counts_V += torch.bincount(torch.tensor(ids), minlength=len(table_VH))
+        encoder = cls(Tokenizer.from_file(str(path)), table_VH, str(folder))
+        seen = torch.tensor(
+            [*itertools.chain.from_iterable(encoder.tokens(texts))], dtype=torch.long
+        )
+        counts_V = torch.bincount(seen, minlength=len(table_VH))
         share_V = counts_V / counts_V.sum().clamp(min=1)
         return cls(encoder.tokenizer, table_VH * (RARE / (RARE + share_V))[:, None])
 

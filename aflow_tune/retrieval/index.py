@@ -110,11 +110,7 @@ class ToolIndex:
 
             tokenizer = Tokenizer.from_str(state["tokenizer"])
             table_VD = tensors["encoder"]["table"].float()
-            if len(table_VD) < tokenizer.get_vocab_size():
-                expected = f"{tokenizer.get_vocab_size()} rows, one for each token"
-                found = f"{len(table_VD)}"
-                raise BadInput.of(_TITLE, f"{folder}/encoder.safetensors", expected, found, _CURE)
-            encoder = Encoder(tokenizer, table_VD)
+            encoder = Encoder(tokenizer, table_VD, f"{folder}/encoder.safetensors")
         seen = frozenset(state["trained_tools"]), frozenset(state["trained_queries"])
         return cls(tools, encoder, state["share"], Trained(state["model"], *seen))
 
