@@ -24,12 +24,12 @@ from aflow_tune.errors import BadInput
 from aflow_tune.graph.graph import Graph
 from aflow_tune.models import ScriptedModel
 from aflow_tune.operators import Custom
-from aflow_tune.retrieval import RetrieveTools, Tool, ToolIndex, read_asked, read_catalogue
+from aflow_tune.retrieval import Asked, RetrieveTools, Tool, ToolIndex, read_asked, read_catalogue
 from aflow_tune.retrieval.bm25 import BM25
 from aflow_tune.retrieval.catalogue import words_of
 from aflow_tune.retrieval.encoder import Encoder, summed
 from aflow_tune.retrieval.measures import bootstrap, held_out, measure, ndcg
-from aflow_tune.retrieval.training import Schedule, fit, info_nce
+from aflow_tune.retrieval.training import Schedule, fit, hard_negatives, info_nce
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FLAT = {"city": {"type": "str"}}
@@ -184,6 +184,16 @@ def test_info_nce_by_hand() -> None:
     also = torch.tensor([[False, True], [False, False]])
     loss = info_nce(cosines, torch.tensor([0, 1]), 1.0, also).item()
     assert loss == pytest.approx(math.log(1 + math.exp(-0.6)) / 2, abs=1e-6)
+
+
+def test_hard_negatives_are_likely_and_never_right() -> None:
+    texts = ["green tea", "green car", "green car wash", "blue sky"]
+    asked = [Asked("wash a green car", ("b",)), Asked("wash a green car", ("b", "c"))]
+    one, two = hard_negatives(texts, asked, [[1], [1, 2]])
+    assert one.tolist()[:2] == [2, 0]
+    assert two.tolist()[:1] == [0]
+    assert not {1} & {*one.tolist()}
+    assert not {1, 2} & {*two.tolist()}
 
 
 def test_ndcg_and_intervals_by_hand() -> None:

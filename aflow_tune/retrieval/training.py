@@ -128,7 +128,7 @@ def train(
     tools = [tool for tool in tools if tool.name in names]
     place = {tool.name: number for number, tool in enumerate(tools)}
     right = [[place[name] for name in one.tools] for one in asked]
-    likely = _hard_negatives([tool.text for tool in tools], asked, right)
+    likely = hard_negatives([tool.text for tool in tools], asked, right)
     queries = untrained.tokens(one.query for one in asked)
     texts = untrained.tokens(tool.text for tool in tools)
     table_VD = untrained.table_VD
@@ -159,11 +159,10 @@ def train(
                 for number in right[row]:
                     if number != taken and number in column:
                         also[at, column[number]] = True
-            cosines = (
-                vectors([queries[row] for row in rows]) @ vectors([texts[n] for n in column]).T
-            )
-            target = torch.tensor([column[number] for number in chosen])
-            loss = info_nce(cosines, target, scale.exp(), also)
+            asking_QD = vectors([queries[row] for row in rows])
+            cosines_QT = asking_QD @ vectors([texts[number] for number in column]).T
+            target_Q = torch.tensor([column[number] for number in chosen])
+            loss = info_nce(cosines_QT, target_Q, scale.exp(), also)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -172,11 +171,12 @@ def train(
             say(step, steps, loss.item())
     with torch.no_grad():
         trained_VD = (table_VD * weights_V.exp()[:, None]) @ matrix_DD
+        trained_VD /= trained_VD.abs().max()  # far from where fp16 ends; cosines stay
     # As it is saved, so that one read from a folder is the same to the bit.
     return Encoder(untrained.tokenizer, trained_VD.half().float())
 
 
-def _hard_negatives(
+def hard_negatives(
     texts: Sequence[str], asked: Sequence[Asked], right: Sequence[Sequence[int]]
 ) -> list[NDArray[np.int64]]:
     """For each query the wrong tools that BM25 ranks first."""
