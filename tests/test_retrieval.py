@@ -58,6 +58,7 @@ FORMS: dict[str, tuple[str, Any]] = {
         [{**WEATHER, "parameters": CITY}])}),
     "xlam": ("get_weather", {"query": "?", "tools": [
         {**WEATHER, "parameters": {"city": {"type": "str", "required": True}}}]}),
+    "mcp": ("get_weather", {**WEATHER, "inputSchema": CITY}),
     "sage": ("weather_query_001", SAGE),
     "seal": ("getWeather", SEAL),
 }  # fmt: skip
@@ -103,6 +104,7 @@ def test_an_object_of_descriptions_and_a_list_and_a_repeated_name(tmp_path: Path
         ('{"name": "a", "parameters": [1]}', ":2", "parameters of an unknown form"),
         ('{"name": "a", "parameters": {"type": "object", "properties": []}}', ":2", "form ([])"),
         ('{"name": "a", "inputs": [{"type": "string"}]}', ":2", "form ('name')"),
+        ('{"name": "a", "parameters": {"x": 3}}', ":2", "form (3)"),
         ('{"tools": "[{"}', ":2", "Expecting"),
         ('{"name": "a"', ":2", "column"),
     ],
@@ -117,6 +119,15 @@ def test_a_faulty_row_is_named_with_its_line(
     (fault,) = told.value.faults
     assert fault.where == f"{path}{place}"
     assert found in fault.found
+
+
+def test_one_broken_object_is_told_at_the_line_that_breaks_it(tmp_path: Path) -> None:
+    path = tmp_path / "des.json"
+    path.write_text('{\n  "NewsTool": "News.",\n  "MapTool" "Maps."\n}')
+    with pytest.raises(BadInput, match=r"des.json:3\n.*JSON\n.*':' delimiter at column 13"):
+        read_catalogue(path)
+    path.write_text('{"name": "a"}\n{"name": "b"}\n')  # JSON lines under that name
+    assert [tool.name for tool in read_catalogue(path)] == ["a", "b"]
 
 
 def test_parameters_become_a_schema(tmp_path: Path) -> None:

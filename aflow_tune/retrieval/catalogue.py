@@ -26,6 +26,7 @@ _NAMES = ("tool_id", "api_name", "name_for_model", "name")
 _DESCRIPTIONS = ("description", "api_description", "description_for_model")
 _MORE = ("category", "field", "capabilities", "name_for_human", "description_for_human")
 """Keys of texts by which a tool is found, beside its name and description."""
+_PARAMETERS = ("parameters", "inputs", "arguments", "inputSchema", "input_schema")
 _LISTS = ("tools", "functions", "function")
 _QUERIES = ("query", "question", "instruction", "goal")
 _TOOLS = ("tools", "tool", "target_tools", "calling", "ground_truth")
@@ -36,6 +37,7 @@ _SCHEMA_TYPES = {"string", "integer", "number", "boolean", "object", "array", "n
 _NOTHING = {"type": "object", "properties": {}}
 _WORD = re.compile(r"[a-z]+")
 _BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[_\W]+")
+_UNREADABLE = "A file cannot be read."
 _CURE = 'one tool is {"name": ..., "description": ..., "parameters": {...}}; see docs/tools.md'
 
 
@@ -104,10 +106,16 @@ def read_catalogue(path: Path) -> list[Tool]:
 def _rows_of_catalogue(path: Path) -> Iterable[tuple[str, Any]]:
     """Rows with their places; an object over the whole file is taken apart."""
     if path.is_file() and path.suffix == ".json":
+        whole: Any = None
         try:
             whole = json.loads(path.read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError):
-            whole = None  # may be JSON lines under this name: `read_table` says what is wrong
+        except json.JSONDecodeError as error:
+            if error.msg != "Extra data":  # which JSON lines under this name are
+                where, found = f"{path}:{error.lineno}", f"{error.msg} at column {error.colno}"
+                cure = "correct it; for JSON lines name the file .jsonl"
+                raise BadInput.of(_UNREADABLE, where, "JSON", found, cure) from None
+        except (OSError, UnicodeDecodeError):
+            pass  # `read_table` says what is wrong
         if _is_map(whole):
             if any(isinstance(whole.get(key), list | str) for key in (*_LISTS, *_NAMES)):
                 return [(str(path), whole)]
@@ -155,7 +163,7 @@ def tools_of(row: Any) -> Iterator[Tool]:
 
 def _schema(row: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON schema of a tool's parameters: a schema, a map of parameters, or SAGE's list."""
-    given: Any = next((row[k] for k in ("parameters", "inputs", "arguments") if row.get(k)), {})
+    given: Any = next((row[key] for key in _PARAMETERS if row.get(key)), {})
     if isinstance(given, str):
         given = json.loads(given)
     if isinstance(given, list):
@@ -190,6 +198,8 @@ def _plain(schema: Any) -> Any:
                 continue  # `any`: a schema without a type takes anything
         elif key == "properties" and _is_map(value):
             parts = {str(name): part for name, part in value.items() if part is not None}
+            if odd := [part for part in parts.values() if not isinstance(part, str | dict | bool)]:
+                raise ValueError(f"{odd[0]!r:.60}")
             value = {
                 name: _plain({"type": part} if isinstance(part, str) else part)
                 for name, part in parts.items()
@@ -263,12 +273,12 @@ def _named(value: Any) -> Iterator[str]:
 
 
 def _table(path: Path) -> Table:
-    title, expected = "A file cannot be read.", "a file of rows: .jsonl, .json, .csv or .parquet"
+    expected = "a file of rows: .jsonl, .json, .csv or .parquet"
     if not path.is_file() or file_format(path) in (None, "text"):
         found = "a file of another format" if path.is_file() else "no such file"
-        raise BadInput.of(title, str(path), expected, found, "name another file")
+        raise BadInput.of(_UNREADABLE, str(path), expected, found, "name another file")
     table = read_table(str(path), [path], whole=True)
-    _refuse(title, table.faults)
+    _refuse(_UNREADABLE, table.faults)
     return table
 
 

@@ -117,4 +117,4 @@ class ToolIndex:
 
 def mark(query: str) -> str:
     """A short mark of a query, by which an evaluation leaves out what training saw."""
-    return hashlib.sha256(" ".join(query.lower().split()).encode()).hexdigest()[:16]
+    return hashlib.sha256(" ".join(query.lower().split()).encode(errors="replace")).hexdigest()[:16]
