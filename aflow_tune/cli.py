@@ -31,6 +31,7 @@ _COMMAND_MODULES: tuple[str, ...] = (
     "estimate",
     "score",
     "data",
+    "tools",
     "graph",
     "sandbox",
     "gpus",
