@@ -18,6 +18,7 @@ from graph_samples import simple
 from tiny import tiny_sampler
 from word_model import KINDS, asked_of, tools_of_words, write_word_model
 
+from aflow_tune.data.catalogue import words_of
 from aflow_tune.engines.local.models import load_tokenizer
 from aflow_tune.engines.local.server import SamplerServer
 from aflow_tune.errors import BadInput
@@ -26,7 +27,6 @@ from aflow_tune.models import ScriptedModel
 from aflow_tune.operators import Custom
 from aflow_tune.retrieval import Asked, RetrieveTools, Tool, ToolIndex, read_asked, read_catalogue
 from aflow_tune.retrieval.bm25 import BM25
-from aflow_tune.retrieval.catalogue import words_of
 from aflow_tune.retrieval.encoder import Encoder, summed
 from aflow_tune.retrieval.measures import bootstrap, held_out, measure, ndcg
 from aflow_tune.retrieval.training import Schedule, fit, hard_negatives, info_nce

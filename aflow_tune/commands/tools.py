@@ -111,7 +111,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _index(options: argparse.Namespace) -> int:
-    from aflow_tune.retrieval.catalogue import read_catalogue
+    from aflow_tune.data.catalogue import read_catalogue
     from aflow_tune.retrieval.index import ToolIndex
 
     _new(options.output)
@@ -147,7 +147,7 @@ def _search(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from aflow_tune.retrieval.catalogue import read_asked, read_catalogue
+    from aflow_tune.data.catalogue import read_asked, read_catalogue
 
     _new(options.output)
     tools = read_catalogue(options.catalogue)
@@ -202,8 +202,8 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
+    from aflow_tune.data.catalogue import read_asked
     from aflow_tune.engines.local.models import is_cached, resolve_model
-    from aflow_tune.retrieval.catalogue import read_asked
     from aflow_tune.retrieval.index import ToolIndex
     from aflow_tune.retrieval.measures import measure
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ _NAMES = ("tool_id", "api_name", "name_for_model", "name")
 _DESCRIPTIONS = ("description", "api_description", "description_for_model")
 _MORE = ("category", "field", "capabilities", "name_for_human", "description_for_human")
 """Keys of texts by which a tool is found, beside its name and description."""
+_PARAMETERS = ("parameters", "inputs", "arguments", "inputSchema", "input_schema")
 _LISTS = ("tools", "functions", "function")
 _QUERIES = ("query", "question", "instruction", "goal")
 _TOOLS = ("tools", "tool", "target_tools", "calling", "ground_truth")
@@ -33,7 +34,10 @@ _TYPES = {"str": "string", "text": "string", "int": "integer", "long": "integer"
 _TYPES |= {"float": "number", "double": "number", "bool": "boolean", "dict": "object"}
 _TYPES |= {"list": "array", "tuple": "array"}
 _SCHEMA_TYPES = {"string", "integer", "number", "boolean", "object", "array", "null"}
+_NOTHING = {"type": "object", "properties": {}}
+_WORD = re.compile(r"[a-z]+")
 _BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[_\W]+")
+_UNREADABLE = "A file cannot be read."
 _CURE = 'one tool is {"name": ..., "description": ..., "parameters": {...}}; see docs/tools.md'
 
 
@@ -43,7 +47,7 @@ class Tool:
 
     name: str
     description: str
-    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object"})
+    parameters: Mapping[str, Any] = field(default_factory=lambda: dict(_NOTHING))
     more: str = ""
 
     @cached_property
@@ -102,20 +106,25 @@ def read_catalogue(path: Path) -> list[Tool]:
 def _rows_of_catalogue(path: Path) -> Iterable[tuple[str, Any]]:
     """Rows with their places; an object over the whole file is taken apart."""
     if path.is_file() and path.suffix == ".json":
+        whole: Any = None
         try:
             whole = json.loads(path.read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError):
-            whole = None  # may be JSON lines under this name: `read_table` says what is wrong
-        if isinstance(whole, dict):
+        except json.JSONDecodeError as error:
+            if error.msg != "Extra data":  # which JSON lines under this name are
+                where, found = f"{path}:{error.lineno}", f"{error.msg} at column {error.colno}"
+                cure = "correct it; for JSON lines name the file .jsonl"
+                raise BadInput.of(_UNREADABLE, where, "JSON", found, cure) from None
+        except (OSError, UnicodeDecodeError):
+            pass  # `read_table` says what is wrong
+        if _is_map(whole):
             if any(isinstance(whole.get(key), list | str) for key in (*_LISTS, *_NAMES)):
                 return [(str(path), whole)]
-            texts = {name: {"description": text} for name, text in whole.items()}
             return [
                 (
                     f"{path}: {name}",
-                    {"name": name, **(whole[name] if _is_map(whole[name]) else row)},
+                    {"name": name, **(one if _is_map(one) else {"description": one})},
                 )
-                for name, row in texts.items()
+                for name, one in whole.items()
             ]
     table = _table(path)
     return zip(table.places, table.rows, strict=True)
@@ -147,26 +156,28 @@ def tools_of(row: Any) -> Iterator[Tool]:
     more = [title, *(text for key in _MORE for text in _texts(row.get(key)))]
     try:
         parameters = _schema(row)
-    except (TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{name}: parameters of an unknown form ({error})") from None
     yield Tool(name, described.strip(), parameters, " ".join(part for part in more if part))
 
 
 def _schema(row: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON schema of a tool's parameters: a schema, a map of parameters, or SAGE's list."""
-    given = next((row[k] for k in ("parameters", "inputs", "arguments") if row.get(k)), {})
+    given: Any = next((row[key] for key in _PARAMETERS if row.get(key)), {})
     if isinstance(given, str):
         given = json.loads(given)
-    required = row.get("required") or []
     if isinstance(given, list):
-        required = [item["name"] for item in given if item.get("required")]
         given = {item["name"]: {k: v for k, v in item.items() if k != "name"} for item in given}
-    if not _is_map(given) or not isinstance(required, list):
+    if not _is_map(given):
         raise ValueError(f"{given!r:.60}")
-    if not isinstance(given.get("type", {}), str):
-        given = {"type": "object", "properties": given, "required": required}
-    schema: dict[str, Any] = _plain(given)
-    if not _is_map(schema.get("properties", {})):
+    inner = given.get("properties")
+    if not isinstance(given.get("type"), str) and not (
+        _is_map(inner) and all(part is None or _is_map(part) for part in inner.values())
+    ):
+        needed = [name for name, part in given.items() if _is_map(part) and part.get("required")]
+        given = {"properties": given, "required": row.get("required") or needed}
+    schema = _plain(given)
+    if not _is_map(schema.setdefault("properties", {})):
         raise ValueError(f"{schema['properties']!r:.60}")
     if not schema.get("required"):
         schema.pop("required", None)
@@ -174,21 +185,28 @@ def _schema(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(schema: Any) -> Any:
-    """A schema with JSON schema's names of types; a `required` beside a single parameter, which
-    belongs to the object around it, is left out."""
+    """A schema with JSON schema's names of types. Nulls, which tables fill in, are left out, and
+    so is a `required` of a single parameter, which belongs to the object around it."""
     if not _is_map(schema):
         return schema
-    made = {}
+    made: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "type" and isinstance(value, str):
-            value = _TYPES.get(value.strip().lower(), value.strip().lower())
+            word = _WORD.match(value.strip().lower())
+            value = _TYPES.get(word[0], word[0]) if word else ""
             if value not in _SCHEMA_TYPES:
                 continue  # `any`: a schema without a type takes anything
         elif key == "properties" and _is_map(value):
-            value = {str(name): _plain(part) for name, part in value.items()}
+            parts = {str(name): part for name, part in value.items() if part is not None}
+            if odd := [part for part in parts.values() if not isinstance(part, str | dict | bool)]:
+                raise ValueError(f"{odd[0]!r:.60}")
+            value = {
+                name: _plain({"type": part} if isinstance(part, str) else part)
+                for name, part in parts.items()
+            }
         elif key == "items":
             value = _plain(value)
-        elif key == "required" and not isinstance(value, list):
+        elif value is None or (key == "required" and not isinstance(value, list)):
             continue
         made[key] = value
     return made
@@ -198,7 +216,8 @@ def _plain(schema: Any) -> Any:
 
 
 def read_asked(path: Path, known: Iterable[str], split: str = "") -> list[Asked]:
-    """The queries of a file with the tools that answer them, in the order of the file.
+    """The queries of a file with the tools that answer them, in the order of the file. A query that
+    stands there several times is one, with the tools of all.
 
     Args:
         known: the catalogue's names.
@@ -208,14 +227,17 @@ def read_asked(path: Path, known: Iterable[str], split: str = "") -> list[Asked]
     no row is left.
     """
     names, table = set(known), _table(path)
-    found: list[Asked] = []
+    found: dict[str, Asked] = {}
     faults: list[Fault] = []
     for place, row in zip(table.places, table.rows, strict=True):
         if split and row.get("split") != split:
             continue
         row = {str(key).lower(): value for key, value in row.items()}
         query = next((row[key] for key in _QUERIES if row.get(key)), None)
-        tools = next((tuple(_named(row[key])) for key in _TOOLS if row.get(key)), ())
+        try:
+            tools = next((tuple(_named(row[key])) for key in _TOOLS if row.get(key)), ())
+        except ValueError:  # a list as text that is none
+            tools = ()
         if not isinstance(query, str) or not query.strip() or not tools:
             expected = 'a query and its tools, such as {"query": ..., "tools": [NAME]}'
             keys = ", ".join(row) or "nothing"
@@ -224,16 +246,19 @@ def read_asked(path: Path, known: Iterable[str], split: str = "") -> list[Asked]
             cure = "name tools as the catalogue does, or give the catalogue that has them"
             faults.append(Fault(place, "a tool of the catalogue", f"{odd[0]!r:.80}", cure))
         else:
-            found.append(Asked(query, tuple(dict.fromkeys(tools)), place))
+            before = found.get(query) or Asked(query, (), place)
+            found[query] = replace(before, tools=tuple(dict.fromkeys((*before.tools, *tools))))
     _refuse("The queries cannot be used.", faults)
     if not found:
         where, expected = str(path), f"rows of the split {split}" if split else "rows"
         raise BadInput.of("There are no queries.", where, expected, "none", "add rows")
-    return found
+    return list(found.values())
 
 
 def _named(value: Any) -> Iterator[str]:
     """The names of tools in a cell: a name, a list, Seal-Tools' calls, SAGE's ground truth."""
+    if isinstance(value, str) and value.startswith("["):
+        value = json.loads(value)
     if isinstance(value, str):
         yield value
     elif _is_map(value):
@@ -248,12 +273,12 @@ def _named(value: Any) -> Iterator[str]:
 
 
 def _table(path: Path) -> Table:
-    title, expected = "A file cannot be read.", "a file of rows: .jsonl, .json, .csv or .parquet"
+    expected = "a file of rows: .jsonl, .json, .csv or .parquet"
     if not path.is_file() or file_format(path) in (None, "text"):
         found = "a file of another format" if path.is_file() else "no such file"
-        raise BadInput.of(title, str(path), expected, found, "name another file")
+        raise BadInput.of(_UNREADABLE, str(path), expected, found, "name another file")
     table = read_table(str(path), [path], whole=True)
-    _refuse(title, table.faults)
+    _refuse(_UNREADABLE, table.faults)
     return table
 
 

@@ -7,7 +7,7 @@
 `aflow-tune tools` makes and measures an index; docs/tools.md.
 """
 
-from aflow_tune.retrieval.catalogue import Asked, Tool, read_asked, read_catalogue
+from aflow_tune.data.catalogue import Asked, Tool, read_asked, read_catalogue
 from aflow_tune.retrieval.index import ToolIndex
 from aflow_tune.retrieval.operator import RetrieveTools
 

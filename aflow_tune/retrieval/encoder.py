@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
+from aflow_tune.data.catalogue import words_of
 from aflow_tune.errors import BadInput
-from aflow_tune.retrieval.catalogue import words_of
 
 WIDEST = 576
 """Wider embeddings are reduced to so many principal components."""

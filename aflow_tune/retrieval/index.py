@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aflow_tune.data.catalogue import Asked, Tool, tools_of
 from aflow_tune.engines.local.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from aflow_tune.errors import BadInput
 from aflow_tune.retrieval.bm25 import BM25
-from aflow_tune.retrieval.catalogue import Asked, Tool, tools_of
 from aflow_tune.retrieval.encoder import Encoder
 
 _KIND = "tool index"

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from aflow_tune.data.catalogue import Asked
 from aflow_tune.report.statistics import Interval
-from aflow_tune.retrieval.catalogue import Asked
 from aflow_tune.retrieval.encoder import Encoder
 from aflow_tune.retrieval.index import ToolIndex, mark
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from aflow_tune.data.catalogue import Asked, Tool
 from aflow_tune.retrieval.bm25 import BM25
-from aflow_tune.retrieval.catalogue import Asked, Tool
 from aflow_tune.retrieval.encoder import Encoder, summed
 from aflow_tune.retrieval.index import ToolIndex, Trained
 from aflow_tune.retrieval.measures import DEPTH, held_out, measured
