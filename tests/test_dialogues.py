@@ -243,5 +243,7 @@ def test_a_pair_without_a_prompt_takes_what_both_begin_with() -> None:
     pair = as_pair(row)
     assert pair["messages"] == [user]
     assert (pair["chosen"]["content"], pair["rejected"]["content"]) == ("chosen", "rejected")
+    texts = as_pair({"prompt": "q", "chosen": "chosen", "rejected": "rejected"})
+    assert texts == pair
     with pytest.raises(ValueError, match="one message of the assistant"):
         as_pair({"messages": [user], "chosen": [user], "rejected": row["rejected"][1:]})

@@ -227,6 +227,8 @@ def _row_problem(
         fix = f'"messages": {fix}; see docs/agents.md for other forms'
         if near := nearest(str(form.messages_key), row, 0.5):
             fix = f"{KEY}.format.messages_key: {near}"
+        if form.prompt_key in row and not isinstance(row[form.prompt_key], list):
+            fix = f"{KEY}.format.prompt_type: plaintext"
         try:
             if kind == "dpo":
                 as_pair(row, keys=(form.messages_key, form.chosen_key, form.rejected_key))

@@ -18,6 +18,7 @@ not offer: such rows are left out of training and counted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -176,18 +177,12 @@ def learnable(dialogue: Row) -> bool:
 
 def as_pair(row: Row, *, keys: Sequence[str] = ("messages", "chosen", "rejected")) -> Row:
     """A row for DPO as `messages` (the prompt), `tools`, and `chosen` and `rejected`, one message
-    of the assistant each. What both begin with is the prompt. Raises ValueError: it is no pair."""
+    of the assistant each; they may be texts. What both begin with belongs to the prompt. Raises
+    ValueError: it is no pair."""
     key, *sides = keys
-    if key not in row and "messages" in row:
-        key = "messages"
-    if key not in row and isinstance(row.get("prompt"), list):
-        key = "prompt"
-    prompt = _openai(_loaded(row.get(key) or [], key))
-    answers = []
-    for side in sides:
-        given = _loaded(row.get(side), side)
-        given = [given] if isinstance(given, Mapping) else given
-        answers.append(_openai(given))
+    key = next((name for name in (key, "messages", "prompt") if row.get(name) is not None), key)
+    prompt = _said(row.get(key) or [], "user")
+    answers = [_said(row.get(side), "assistant") for side in sides]
     while all(len(answer) > 1 for answer in answers) and answers[0][0] == answers[1][0]:
         prompt.append(answers[0][0])
         answers = [answer[1:] for answer in answers]
@@ -229,6 +224,18 @@ def task_type(dialogue: Row, goal: str = "", targets: Any = None) -> str:
 def called(messages: Iterable[Row]) -> list[str]:
     """The names of all tools that the assistant calls, in order."""
     return [call["function"]["name"] for it in messages for call in it.get("tool_calls") or ()]
+
+
+def _said(value: Any, role: str) -> list[Message]:
+    """Messages, one message, either as JSON, or a text as a message of `role`."""
+    given = value
+    if isinstance(value, str):
+        with contextlib.suppress(json.JSONDecodeError):
+            given = json.loads(value)
+    given = [given] if isinstance(given, Mapping) and "role" in given else given
+    if isinstance(value, str) and not isinstance(given, list):
+        given = [{"role": role, "content": value}]
+    return _openai(given)
 
 
 def _first(row: Row, *keys: str) -> Any:
