@@ -104,6 +104,10 @@ def test_learning_sees_the_tokens_of_serving(family: str) -> None:
     assert "meet" in text
     assert "Who is there?" not in text
     assert text.count("Ann") == 2
+    some = [*DIALOGUE[:3], {**DIALOGUE[3], "weight": 0}, *DIALOGUE[4:]]
+    (marked,) = of.examples(some, [TOOL])
+    assert marked.tokens_T == learned.tokens_T
+    assert sum(marked.learned_R) == len(wanted) - len(of.answer(DIALOGUE[:3], [TOOL], DIALOGUE[3]))
     (last,) = of.examples(DIALOGUE, [TOOL], last_only=True)
     assert last.tokens_T == learned.tokens_T
     assert of.tokenizer.decode(last.tokens_T[last.prompt_length :]) == "Still Ann.<|im_end|>"

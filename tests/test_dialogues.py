@@ -68,7 +68,7 @@ FORMS: dict[str, dict[str, Any]] = {
     },
     "hermes": {
         "conversations": [
-            {"from": "system", "value": f"You call. <tools>\n{shown(OPENAI)}\n</tools> Go."},
+            {"from": "system", "value": f"<tools></tools> has them:<tools>{shown(OPENAI)}</tools>"},
             {"from": "human", "value": "Oslo?"},
             {"from": "gpt", "value": f"<tool_call>\n{shown(CALL)}\n</tool_call>"},
         ]
@@ -92,7 +92,9 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_is_recognised(form: str) -> None:
     dialogue = as_dialogue(FORMS[form])
-    assert roles(dialogue) == "user assistant"
+    assert roles(dialogue).removeprefix("system ") == "user assistant"
+    if form == "hermes":
+        assert dialogue["messages"][0]["content"] == "<tools></tools> has them:"
     assert calls(dialogue) == WANTED
     (tool,) = dialogue["tools"]
     assert tool["type"] == "function"

@@ -14,6 +14,7 @@ import pydantic
 import pytest
 from tiny import tiny_sampler
 
+from aflow_tune.engines.local.chat import Renderer
 from aflow_tune.engines.local.models import load_tokenizer
 from aflow_tune.engines.local.sampler import Completion, Sampler, SamplingParams
 from aflow_tune.engines.local.server import (
@@ -63,6 +64,25 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 def ask(client: openai.OpenAI, **options: Any) -> Any:
     options = {"model": "tiny", "messages": HELLO, "max_tokens": 5, "seed": 0, **options}
     return client.chat.completions.create(**options)
+
+
+def test_a_call_and_its_result_are_served_as_they_are_learned(
+    url: str, tiny_model_dir: Path
+) -> None:
+    """Over HTTP: the prompt of the last answer holds the first one as it was learned."""
+    call = {"id": "a", "type": "function", "function": {"name": "meet", "arguments": '{"age": 3}'}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "met"},
+        {"role": "assistant", "content": "Done."},
+    ]
+    request = {"messages": messages[:3], "tools": [TOOL], "max_tokens": 1, "return_token_ids": True}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=request).json()
+    (learned,) = Renderer(load_tokenizer(tiny_model_dir)).examples(messages, [TOOL])
+    served = answer["prompt_token_ids"]
+    assert learned.tokens_T[: len(served)] == served
+    assert any(learned.learned_R[: len(served) - learned.prompt_length])
 
 
 def test_tokens_and_logprobs_are_the_samplers(

@@ -45,6 +45,7 @@ _WAITS = re.compile(r"\b(if|when|wait|check|condition)", re.IGNORECASE)
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _RESULT = re.compile(r"<tool_(?:response|result)>\s*(.*?)\s*</tool_(?:response|result)>", re.DOTALL)
 _TOOLS = re.compile(r"<tools>\s*(.*?)\s*</tools>", re.DOTALL)
+_ROLES = {"function": "tool", "ipython": "tool", "observation": "tool", "developer": "system"}
 _KEPT = ("split", "metadata", "task_type", "gold", "scenario", "source", "benchmark")
 
 Row = Mapping[str, Any]
@@ -283,7 +284,7 @@ def _openai(messages: Any) -> list[Message]:
         if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
             raise ValueError(f"{where}: no message with a role ({given!r:.60})")
         message = {name: value for name, value in given.items() if value is not None}
-        message["role"] = "tool" if message["role"] == "function" else message["role"]
+        message["role"] = _ROLES.get(message["role"], message["role"])
         calls = message.pop("tool_calls", None) or []
         if old := message.pop("function_call", None):
             calls = [{"function": old}]
@@ -362,9 +363,9 @@ def _sharegpt(row: Row) -> dict[str, Any]:
             results = _RESULT.findall(text) or [text]
             messages += [{"role": "tool", "content": result} for result in results]
         else:
-            if role == "system" and (listed := _TOOLS.search(text)):
-                # The renderer writes its own text about tools: this one goes with them.
-                in_text, text = listed[1], row.get("system_prompt") or ""
+            if role == "system":  # the renderer lists the tools itself
+                in_text = next(filter(None, _TOOLS.findall(text)), in_text)
+                text = _TOOLS.sub(lambda found: "" if found[1] else found[0], text).strip()
                 if not text:
                     continue
             messages.append({"role": role, "content": text})

@@ -89,13 +89,18 @@ class Renderer:
         last_only: bool = False,
         **options: Any,
     ) -> list[Rendered]:
-        """A conversation to learn: every token of the assistant's messages, or of the last one.
+        """A conversation to learn: every token of the assistant's messages, or of the last one;
+        not of one with `weight: 0`, as OpenAI marks it.
 
         One sequence as long as the prompt of each answer begins with what was rendered before; if
         a template rewrites what is past (it drops earlier thoughts), another sequence begins
         there, so that each answer is learned after the very tokens that it is drawn after.
         """
-        answered = [at for at, it in enumerate(messages) if it.get("role") == "assistant"]
+        answered = [
+            at
+            for at, it in enumerate(messages)
+            if it.get("role") == "assistant" and it.get("weight") != 0
+        ]
         found: list[Rendered] = []
         for at in answered[-1:] if last_only else answered:
             prompt = self.prompt(messages[:at], tools, **options)
