@@ -18,12 +18,12 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from aflow_tune.engines.local.chat import Renderer, parse_calls
 from aflow_tune.engines.local.sampler import JSON_STYLE, Completion, SamplingParams, Vocabulary
@@ -71,12 +71,18 @@ class Tool(BaseModel):
     function: Function
 
 
+def _as_sent(tool: Message) -> Message:
+    """A checked tool, its keys in the order in which they came: the model reads them so."""
+    Tool.model_validate(tool)
+    return tool
+
+
 class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    tools: list[Annotated[Message, AfterValidator(_as_sent)]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     n: int | None = None
     seed: int | None = None
@@ -97,7 +103,7 @@ class ChatRequest(BaseModel):
         """The tools shown to the model; none with tool_choice 'none'."""
         if self.tool_choice == "none":
             return []
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
+        return list(self.tools or [])
 
     def forced_tools(self) -> list[Message]:
         """The tools of which the model must call one; empty if it may choose."""
@@ -117,7 +123,7 @@ class ChatRequest(BaseModel):
             if not isinstance(message.get("role"), str):
                 faults.append(Fault(f"messages[{number}]", "a role", repr(message), "add role"))
         if self.tool_choice not in (None, "none", "auto") and not self.forced_tools():
-            expected = f"one of {[tool.function.name for tool in self.tools or []]}"
+            expected = f"one of {[tool['function']['name'] for tool in self.tools or []]}"
             found, fix = repr(self.tool_choice), "send and name tools"
             faults.append(Fault("tool_choice", expected, found, fix))
         if self.top_logprobs and not self.logprobs:
