@@ -71,7 +71,7 @@ def uses_ray(config: Config, engine: str | None = None) -> bool:
     Trinity's."""
     if config.inline or config.mode == "harvest":
         return False
-    return (engine or config.engine) != "local" or config.mode not in ("train", "bench")
+    return (engine or config.engine) != "local" or config.mode not in ("train", "bench", "pairs")
 
 
 def check_address(config: Config, engine: str | None = None) -> Iterator[Fault]:

@@ -39,6 +39,8 @@ class LocalSection:
     """Number format of sampler and trainer. auto: bf16 if the device supports it natively."""
     device: str = _one_of("auto", "auto", "cpu", "cuda", "mps")
     """auto: CUDA, else Apple's MPS, else the CPU."""
+    load_in: str | None = field(default=None, metadata={"choices": ("4bit", "8bit")})
+    """The frozen base of the policy in NF4 or int8, by bitsandbytes; needs an adapter. None: no."""
     threads: int | None = None
     """CPU threads. None: the physical cores for the sampler, PyTorch's choice for the trainer."""
     max_batch: int = 64
@@ -175,6 +177,22 @@ class WriterSection(AnsweringSection):
 
 
 @dataclass
+class DialoguesSection:
+    """Data sets of dialogues with tools, for `mode: train` and as task sets."""
+
+    as_tasks: bool = False
+    """Task sets are dialogues of any known form, of which each turn of the assistant is a task.
+    Without `workflow`, `graph` and `writer` it is answered with the row's tools and scored."""
+    catalogue: str | None = None
+    """A file of tools, for rows that only name them (SAGE, Seal-Tools). None: rows bring theirs."""
+    candidates: int = 4
+    """Tools offered with a row of Seal-Tools, those that it calls among them."""
+    task_weights: dict[str, float] = field(default_factory=dict)
+    """Share of each training batch by type of task: selection, planning, timing, retrieval.
+    Together 1. Empty: the rows in their order."""
+
+
+@dataclass
 class HarvestSection:
     """Collects pairs of problem and solving graph for supervised warm start of the writer."""
 
@@ -196,6 +214,34 @@ class HarvestSection:
     """Largest share of one structure, at least an equal one. None: the cheapest graph wins."""
     limit: int | None = None
     """How many problems to draw by `seed`. None: all of the training task sets."""
+
+
+@dataclass
+class CoresetSection:
+    """`mode: train` on part of its data set, which is chosen once, before the first step."""
+
+    size: float | None = None
+    """How many rows: a share of them (below 1) or a count. None: all rows, nothing is chosen."""
+    strategy: str = _one_of("hybrid", "hybrid", "loss_topk", "diversity", "random")
+    """loss_topk: the rows with the highest mean loss per learned token. diversity: k-centre greedy
+    on the policy's mean hidden states. hybrid: half by loss, then centres beside these."""
+    seed: int | None = None
+    """Decides `random`, and the row that `diversity` begins with. None: the run's `seed`."""
+
+
+@dataclass
+class ReplaySection:
+    """Rehearsal of earlier rounds: `mode: train` learns again from rows of finished runs."""
+
+    buffer: str | None = None
+    """The file (.jsonl) of their rows, which runs share. None: no rehearsal. A run's own rows join
+    it when the run has reached its target."""
+    ratio: float = 0.1
+    """The share of old rows in what is learned, exact over the batches. 0: only join."""
+    rounds: list[str] = field(default_factory=list)
+    """In a YAML `from`: the rounds to rehearse, names of runs. Empty: all of them."""
+    capacity: int | None = None
+    """Most rows in the buffer, in even parts for its rounds. None: no limit."""
 
 
 @dataclass
@@ -329,6 +375,26 @@ class AgentRewardSection:
 
 
 @dataclass
+class TurnRewardSection:
+    """The reward of one turn of an agent: weights of the measures, each in [0, 1], that compare its
+    tool calls with the gold ones. The weight of one that does not apply is spread over the others.
+    """
+
+    end_to_end_success: float = 0.40
+    """The turn is right as a whole."""
+    tool_selection_accuracy: float = 0.20
+    """The names of its calls."""
+    argument_correctness: float = 0.20
+    """Their arguments."""
+    timing_precision: float = 0.10
+    """Whether it calls at all."""
+    plan_success_rate: float = 0.05
+    """The order of its calls, for tasks with a plan."""
+    step_efficiency: float = 0.05
+    """No more calls than needed. The six weights are 1 together."""
+
+
+@dataclass
 class RewardsSection:
     """Settings of the rewards that come with the package, in `rewards/`."""
 
@@ -336,6 +402,7 @@ class RewardsSection:
     """For rows that name none: gsm8k, math, humaneval, mbpp, hotpotqa, drop, reasoning_gym:TASK."""
     five_part: FivePartSection = field(default_factory=FivePartSection)
     agent: AgentRewardSection = field(default_factory=AgentRewardSection)
+    turns: TurnRewardSection = field(default_factory=TurnRewardSection)
 
 
 @dataclass
@@ -390,6 +457,9 @@ class AflowSections:
     runtime_env: RuntimeEnvSection = field(default_factory=RuntimeEnvSection)
     report: ReportSection = field(default_factory=ReportSection)
     rewards: RewardsSection = field(default_factory=RewardsSection)
+    dialogues: DialoguesSection = field(default_factory=DialoguesSection)
+    coreset: CoresetSection = field(default_factory=CoresetSection)
+    replay: ReplaySection = field(default_factory=ReplaySection)
     mix: dict[str, MixSource] = field(default_factory=dict)
     """Shares of each training batch by source. Empty: Trinity's order of the task sets."""
     quick_eval: int | None = None

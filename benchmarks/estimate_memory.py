@@ -61,6 +61,7 @@ class Case:
     micro: int = 2048
     max_batch: int = 64
     longest: int = 512
+    load_in: str | None = None
 
 
 CASES = (
@@ -92,6 +93,7 @@ CASES = (
         response=64,
         micro=4096,
     ),
+    Case("smollm2, bf16, 4 bits", "smollm2-135m", dtype="bf16", load_in="4bit"),
 )
 
 
@@ -135,6 +137,7 @@ def write_project(case: Case, root: Path, inline: bool) -> Path:
         "inline": inline,
         "local": {
             "dtype": case.dtype,
+            "load_in": case.load_in,
             "micro_batch_tokens": case.micro,
             "max_batch": case.max_batch,
         },

@@ -28,7 +28,9 @@ from aflow_tune.scoring.rewards import (
     reward_settings,
     scored,
     target_tools,
+    text_of,
 )
+from aflow_tune.scoring.turns import measures, turn_reward
 
 
 async def agent_judge(task: dict, response: Any, logger: Any = None) -> JudgeOutput:
@@ -67,3 +69,16 @@ async def _completion(task: dict, response: Mapping[str, Any]) -> float:
     if task.get("benchmark") or reward_settings().benchmark:
         return scored(await score_answer(benchmark_of(task), task, answer))
     return scored(hotpotqa_strict(answer, str(task["answer"])))
+
+
+async def turn_judge(task: dict, response: Any) -> JudgeOutput:
+    """Scores one turn, an assistant message as OpenAI writes it or its text, against the row's gold
+    answer (`aflow_tune/scoring/turns.py`), by the weights of `rewards.turns`.
+
+    Raises:
+        BadInput: the row has no gold answer.
+        Unscored: no measure with a weight applies to the row.
+    """
+    answer = response if isinstance(response, Mapping) else {"content": text_of(response)}
+    found = measures(answer, task)
+    return JudgeOutput(reward=turn_reward(found), metrics=found)

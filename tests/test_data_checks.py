@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pyarrow.parquet
 import pytest
 from data_project import write_rows
 
+from aflow_tune.cli import main
 from aflow_tune.data.checks import check_fields, check_overlap, check_rows
 from aflow_tune.data.fields import most_calls, task_reads
-from aflow_tune.data.leaks import NEAR, find_leaks, input_text, near_pairs
+from aflow_tune.data.leaks import NEAR, find_leaks, input_text, near_pairs, shared_dialogues
 from aflow_tune.data.rows import Table, file_format, read_table
 
 ROWS = [{"question": f"What is {n}?", "answer": str(n)} for n in range(5)]
@@ -225,3 +227,42 @@ def test_what_makes_an_item_what_it_is() -> None:
     # One column under two names is the same question, and where it is from says nothing.
     prepared = {"question": "Who?", "source": "a", "benchmark": "b", "answer": "I"}
     assert leaks(prepared, {"problem": "who?"}) == [True]
+
+
+def _dialogue(question: str, tool: str, **more: Any) -> dict[str, Any]:
+    call = {"function": {"name": tool, "arguments": "{}"}}
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "tool_calls": [call]}]
+    return {"messages": messages, "tools": [{"name": tool, "description": ""}], **more}
+
+
+def test_dialogues_are_compared_by_dialogue_scenario_and_tool(tmp_path: Path) -> None:
+    train = [_dialogue("a", "x", metadata={"scenario": "one"}), _dialogue("b", "y", id="d1")]
+    held_out = [
+        _dialogue("a", "x"),
+        _dialogue("c", "z", id="d1"),
+        _dialogue("d", "w", metadata={"scenario": "one"}),
+        _dialogue("e", "y"),
+        _dialogue("f", "v"),
+    ]
+    tables = [table(tmp_path, "train.jsonl", train), table(tmp_path, "test.jsonl", held_out)]
+    shared = shared_dialogues(tables[:1], tables[1])
+    assert shared is not None
+    lines = {name: [int(place.rpartition(":")[2]) for place in getattr(shared, name)]
+             for name in ("dialogues", "scenarios", "tools")}  # fmt: skip
+    assert lines == {"dialogues": [1, 2], "scenarios": [3], "tools": [1, 4]}
+    paths = [str(tmp_path / name) for name in ("train.jsonl", "test.jsonl")]
+    assert main(["data", "check", *paths]) == 2
+
+
+def test_show_marks_what_is_learned(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unfit = _dialogue("b", "y")
+    unfit["tools"] = [{"name": "z", "description": ""}]
+    path = write_rows(tmp_path / "rows.jsonl", [_dialogue("find a", "x"), unfit])
+    assert main(["data", "show", str(path), "--model", str(tiny_model_dir)]) == 0
+    printed = capsys.readouterr().out
+    shown = re.findall(r"⟦(.*?)⟧", printed, re.DOTALL)
+    assert [text.endswith("</tool_call><|im_end|>") for text in shown] == [True]
+    assert f"{path}:2: a call of 'y'" in printed
+    assert "1 rows: retrieval 1" in printed

@@ -192,6 +192,11 @@ def test_seven_billion_on_two_gpus(capsys, seven):
     offload = ("trainer.offload_policy=true", "trainer.trainer_strategy=fsdp2")
     four = run(capsys, seven, "model.lora_configs=null", "--gpus", 5, "--no-rehearsal", *offload)
     assert parts(four, 1)["offloaded states"] == 16 * SEVEN
+    # PPO's critic is a second model without an adapter
+    ppo = run(capsys, seven, "algorithm.algorithm_type=ppo", "--gpus", 2, "--no-rehearsal")
+    assert parts(ppo)["policy optimizer"] == 4 * adapter
+    critic = {name: size for name, size in parts(ppo).items() if name.startswith("critic")}
+    assert sum(critic.values()) == 16 * SEVEN
     step = found["runs"][0]["quantities"]
     seconds = 8 * 1024 / 1000 + 8 * 4096 / 2000
     assert step["usd"]["value"] == pytest.approx(2 * 3 * seconds / 3600)

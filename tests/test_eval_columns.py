@@ -106,3 +106,33 @@ def test_every_fault_is_told_at_once_with_the_checkpoints_that_exist(run_dir: Pa
     with pytest.raises(BadInput) as caught:
         plan(run_dir, checkpoints=["7", "last", "8"], vary=["x=1"])
     assert ["5, 10, 20" in fault.expected for fault in caught.value.faults] == [True, True, False]
+
+
+def test_stages_and_runs_are_named_and_bring_their_own_model(tmp_path: Path) -> None:
+    """A stage's adapter belongs to what the stage before it left: its merged model is taken."""
+    chain = tmp_path / "chain"
+    stages = [("sft", "small"), ("dpo", str(chain / "sft/export/merged"))]
+    for name, model in stages:
+        (chain / name / "global_step_2").mkdir(parents=True)
+        (chain / name / "export" / "merged").mkdir(parents=True)
+        (chain / name / "export" / "merged" / "config.json").write_text("{}")
+        (chain / name / "resolved.yaml").write_text(f"model: {{model_path: {model}}}\n")
+    (chain / "chain.json").write_text('{"stages": [{"name": "sft"}, {"name": "dpo"}]}')
+    last = chain / "dpo"
+
+    def sides(model: str, *compared: str) -> list[tuple[str, Path | None]]:
+        request = Request(Path("config.yaml"), compare=compared)
+        columns = make_plan(request, last, model).columns
+        return [(column.side.name, column.side.weights) for column in columns]
+
+    newest = last / "global_step_2"
+    merged = chain / "sft" / "export" / "merged"
+    assert sides("other", "sft", "dpo") == [
+        ("base", None), ("sft", merged), ("dpo", chain / "dpo" / "export" / "merged"),
+    ]  # fmt: skip
+    assert sides("other", str(chain), "base") == [
+        ("base", None),
+        ("dpo", newest.parent / "export/merged"),
+    ]
+    # What the last stage began with is what the first one left: the base.
+    assert sides(str(merged), "sft", "dpo") == [("base", None), ("dpo, step 2", newest)]

@@ -78,6 +78,8 @@ def test_a_run_left_alone_in_its_group_is_not_trained() -> None:
     assert metrics["group/lone_runs"] == 1.0
     kept, metrics = RunFilter().process([step(0, 0, 1.0), step(1, 0, 0.0), step(1, 1, 1.0)])
     assert len(kept) == 3  # a group of one by configuration is none of its business
+    alone = RunFilter().process([step(0, 0, 1.0), step(1, 0, 0.0)])[1]
+    assert "group/frac_mixed" not in alone  # there is no group to be mixed
     kept, metrics = RunFilter().process([step(0, 0, 1.0), failure(0, 1)])
     assert len(kept) == 1  # one failed run must not cost the whole step
     assert metrics["group/lone_runs"] == 0.0

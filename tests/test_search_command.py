@@ -302,6 +302,7 @@ def paid(config: Path, name: str) -> int:
     return sum(trial.calls for trial in trials_of(config, name).values()) if pool.exists() else 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_same_command_goes_on(
     search: Search, config: Path, server: FaultyServer
 ) -> None:
@@ -402,6 +403,7 @@ def with_policy(config: Path) -> None:
     config.write_text(yaml.safe_dump(content, sort_keys=False))
 
 
+@pytest.mark.slow
 def test_the_policy_is_asked_and_trained_and_goes_on(search: Search, config: Path) -> None:
     with_policy(config)
     code, printed, errors = search()

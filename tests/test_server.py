@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +14,12 @@ import pydantic
 import pytest
 from tiny import tiny_sampler
 
+from aflow_tune.engines.local.chat import Renderer
 from aflow_tune.engines.local.models import load_tokenizer
 from aflow_tune.engines.local.sampler import Completion, Sampler, SamplingParams
 from aflow_tune.engines.local.server import (
     GreedyAnswers,
     SamplerServer,
-    parse_calls,
-    template_messages,
 )
 from aflow_tune.errors import BadInput
 
@@ -66,6 +64,25 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 def ask(client: openai.OpenAI, **options: Any) -> Any:
     options = {"model": "tiny", "messages": HELLO, "max_tokens": 5, "seed": 0, **options}
     return client.chat.completions.create(**options)
+
+
+def test_a_call_and_its_result_are_served_as_they_are_learned(
+    url: str, tiny_model_dir: Path
+) -> None:
+    """Over HTTP: the prompt of the last answer holds the first one as it was learned."""
+    call = {"id": "a", "type": "function", "function": {"name": "meet", "arguments": '{"age": 3}'}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "met"},
+        {"role": "assistant", "content": "Done."},
+    ]
+    request = {"messages": messages[:3], "tools": [TOOL], "max_tokens": 1, "return_token_ids": True}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=request).json()
+    (learned,) = Renderer(load_tokenizer(tiny_model_dir)).examples(messages, [TOOL])
+    served = answer["prompt_token_ids"]
+    assert learned.tokens_T[: len(served)] == served
+    assert any(learned.learned_R[: len(served) - learned.prompt_length])
 
 
 def test_tokens_and_logprobs_are_the_samplers(
@@ -216,49 +233,3 @@ def test_what_leaves_nothing_to_chance_is_decoded_once(sampler: Sampler) -> None
 
 
 # --- tool-call text ----------------------------------------------------------------------------
-
-
-def call_text(name: str, arguments: dict) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-def test_calls_are_parsed_in_order_and_the_rest_is_content() -> None:
-    text = f"Thinking. {call_text('meet', {'age': 3})}\n{call_text('leave', {})}"
-    content, calls = parse_calls(text, ["meet", "leave"], salt="s")
-    assert content == "Thinking."
-    assert [c["function"] for c in calls] == [
-        {"name": "meet", "arguments": '{"age": 3}'},
-        {"name": "leave", "arguments": "{}"},
-    ]
-    assert calls[0]["id"] != calls[1]["id"]
-    assert parse_calls(text, ["meet", "leave"], salt="s")[1] == calls
-    assert parse_calls(text, ["meet", "leave"], salt="t")[1][0]["id"] != calls[0]["id"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "no call",
-        call_text("unknown", {}),
-        "<tool_call>{not json}</tool_call>",
-        '<tool_call>["meet"]</tool_call>',
-        '<tool_call>{"name": "meet", "arguments": 3}</tool_call>',
-    ],
-)
-def test_what_is_no_valid_call_stays_text(text: str) -> None:
-    assert parse_calls(text, ["meet"], salt="") == (text, [])
-
-
-def test_a_template_without_tools_gets_them_as_text() -> None:
-    messages = [
-        {"role": "system", "content": "Be kind."},
-        {"role": "assistant", "content": None, "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "meet", "arguments": '{"age": 3}'}}
-        ]},
-        {"role": "tool", "tool_call_id": "1", "content": "met"},
-    ]  # fmt: skip
-    system, assistant, result = template_messages(messages, [TOOL], native=False)
-    assert system["content"].startswith("Be kind.\n\n")
-    assert '"name": "meet"' in system["content"]
-    assert assistant == {"role": "assistant", "content": call_text("meet", {"age": 3})}
-    assert result == {"role": "user", "content": "<tool_response>\nmet\n</tool_response>"}

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from data_project import data_dir, pair, trainer_metrics, write_data_project, write_rows
+from trinity.buffer import get_buffer_reader
+from trinity.common.config import ExperienceBufferConfig
 
 from aflow_tune.config.load import load_config
+from aflow_tune.engines.local.models import load_tokenizer
+from aflow_tune.engines.trinity.readers import Experiences, hand_over, open_experiences
 from aflow_tune.errors import AlreadyFinished, BadInput, BudgetReached
 from aflow_tune.running.run import DataRun
 from aflow_tune.tuning import run_config, validate_config
@@ -56,23 +62,22 @@ def test_sft_learns_to_say_its_answer(tmp_path: Path, tiny_model_dir: Path) -> N
         run_config(config, ["trainer.save_interval=30"])
 
 
-def test_only_the_last_answer_is_learned(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_all_answers_are_learned_or_the_last_on_request(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
     """By hand: ChatML, one token a byte. Prompt `<|im_start|>user\\nq<|im_end|>\\n` + `<|im_start|>
-    assistant\\n`: 1+5+1+1+1 + 1+10 = 20; answer `ok<|im_end|>\\n`: 4. A first turn `a` of the
-    assistant adds 1+10+1+1+1 = 14 and the second question again 9."""
+    assistant\\n`: 1+5+1+1+1 + 1+10 = 20; first answer `a<|im_end|>`: 2; then a line end, the second
+    question 9 and 11 again, and `ok<|im_end|>`: 3."""
     messages = pair("q", "a")["messages"] + pair("q", "ok")["messages"]
-    rows = [pair("q", "ok")] * 4
-    config = write_data_project(tmp_path / "one", tiny_model_dir, rows, steps=1)
+    config = write_data_project(tmp_path, tiny_model_dir, [{"messages": messages}] * 4, steps=1)
     run_config(config)
-    (one,) = trainer_metrics(data_dir(tmp_path / "one")).values()
-    assert (one["prompt_length/mean"], one["response_length/mean"]) == (20, 4)
+    (every,) = trainer_metrics(data_dir(tmp_path)).values()
+    assert (every["prompt_length/mean"], every["response_length/mean"]) == (20, 2 + 1 + 9 + 11 + 3)
 
-    config = write_data_project(
-        tmp_path / "two", tiny_model_dir, [{"messages": messages}] * 4, steps=1
-    )
-    run_config(config)
-    (two,) = trainer_metrics(data_dir(tmp_path / "two")).values()
-    assert (two["prompt_length/mean"], two["response_length/mean"]) == (43, 4)
+    key = "buffer.trainer_input.experience_buffer.format.enable_concatenated_multi_turn"
+    run_config(config, [f"{key}=false", "name=last"])
+    (last,) = trainer_metrics(data_dir(tmp_path).with_name("last")).values()
+    assert (last["prompt_length/mean"], last["response_length/mean"]) == (43, 3)
 
 
 def test_dpo_widens_the_margin(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -105,25 +110,43 @@ def test_too_long_rows_are_left_out_and_named(
     overrides = ["buffer.total_steps=null", "buffer.train_batch_size=5"]
     assert run_config(config, overrides).steps_done == 1
     printed = capsys.readouterr().out
-    # 23 tokens of prompt (`long`), 300 of answer, `<|im_end|>` and the line end.
-    assert "2 of 7 rows are longer than model.max_model_len (256)" in printed
-    assert f"{tmp_path / 'rows.jsonl'}:6 (325 tokens)" in printed
+    assert "2 of 7 rows cannot be learned from and are left out" in printed
+    # 23 tokens of prompt (`long`), 300 of answer, `<|im_end|>`.
+    assert f"{tmp_path / 'rows.jsonl'}:6: 324 tokens" in printed
     with pytest.raises(BadInput, match="at most 5, the rows that can be learned from"):
         run_config(config, ["buffer.train_batch_size=6", "name=six"])
     write_rows(tmp_path / "rows.jsonl", rows[-2:])
-    with pytest.raises(BadInput, match="2 rows, all of them longer"):
+    with pytest.raises(BadInput, match="2 rows, none of them so"):
         run_config(config, ["buffer.train_batch_size=2", "name=none"])
 
 
-def test_faulty_rows_are_named_with_their_lines(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_faulty_rows_are_named_with_their_lines(
+    tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool = {"type": "function", "function": {"name": "look"}}
+    calls = [{"function": {"name": "hear", "arguments": "{}"}}]
+    unknown = {**pair("q", "a"), "tools": [tool]}
+    unknown["messages"][1]["tool_calls"] = calls
+    broken = {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "{"}}]},
+        ]
+    }
     unanswered: dict[str, Any] = {"messages": [{"role": "user", "content": "no answer"}]}
-    rows = [*_sft_rows()[:4], unanswered, {"other": 1}, {"messages": []}]
+    rows = [*_sft_rows()[:4], unanswered, {"other": 1}, {"messages": []}, unknown, broken]
     config = write_data_project(tmp_path, tiny_model_dir, rows)
     places = [f"{tmp_path / 'rows.jsonl'}:{line}" for line in (5, 6, 7)]
     assert [fault.where for fault in validate_config(config).faults] == places
     with pytest.raises(BadInput, match="do not fit"):
         run_config(config)
     assert not data_dir(tmp_path).exists() or not (data_dir(tmp_path) / "run.json").exists()
+    write_rows(tmp_path / "rows.jsonl", [*rows[:4], unknown, broken])
+    run_config(config, ["buffer.total_steps=1"])
+    printed = capsys.readouterr().out
+    assert "2 of 6 rows cannot be learned from" in printed
+    assert f"{tmp_path / 'rows.jsonl'}:5: a call of 'hear'" in printed
+    assert f"{tmp_path / 'rows.jsonl'}:6: messages[1]: arguments: broken JSON" in printed
 
 
 def test_a_stop_and_a_kill_resume_to_the_uninterrupted_weights(
@@ -159,3 +182,50 @@ def test_on_trinitys_engines_its_trainer_keeps_the_position(tmp_path: Path) -> N
     run.run_dir, run.start, run.target = tmp_path, 2, 4
     run._rewind()
     assert (tmp_path / "latest_state_dict_iteration.txt").read_text() == "2"
+
+
+WEIGHTS = {"selection": 0.35, "planning": 0.3, "timing": 0.2, "retrieval": 0.15}
+
+
+def test_batches_have_the_weights_of_task_types_on_either_engine(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """100 rows at the four weights: 35, 30, 20, 15; Trinity's trainer reads the same tokens."""
+    rows = [
+        {**pair(f"{kind} {number}", kind), "task_type": kind}
+        for kind, count in (("selection", 70), ("planning", 9), ("timing", 20), ("retrieval", 30))
+        for number in range(count)
+    ]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.jsonl").symlink_to(tmp_path / "rows.jsonl")
+    config = load_config(None, [f"checkpoint_root_dir={tmp_path}", "mode=train"])
+    config.dialogues.task_weights = WEIGHTS
+    config.checkpoint_job_dir = str(tmp_path / "run")
+    config.buffer.trainer_input.experience_buffer = ExperienceBufferConfig(
+        name="rows", path=str(tmp_path / "data"), storage_type="file", batch_size=100,
+        schema_type="sft", total_epochs=4, split="train",
+    )  # fmt: skip
+    config.model.model_path, config.model.max_model_len = str(tiny_model_dir), 256
+    reader = open_experiences(config)
+    assert isinstance(reader, Experiences)
+    tokenizer = load_tokenizer(tiny_model_dir)
+
+    def kinds(batch: list[Any]) -> Counter[str]:
+        answers = [tokenizer.decode(exp.tokens[exp.prompt_length :]) for exp in batch]
+        return Counter(answer.removesuffix("<|im_end|>") for answer in answers)
+
+    batches = [asyncio.run(reader.read()) for _ in range(3)]
+    assert kinds(batches[1]) == {"selection": 35, "planning": 30, "timing": 20, "retrieval": 15}
+    position = reader.state_dict()
+    wanted = [exp.tokens.tolist() for exp in asyncio.run(reader.read())]
+    again = open_experiences(config)
+    again.load_state_dict(position)
+    assert [exp.tokens.tolist() for exp in asyncio.run(again.read())] == wanted
+
+    hand_over(again, config, steps=4)
+    buffer = config.buffer.trainer_input.experience_buffer
+    trinitys = get_buffer_reader(buffer.to_storage_config())
+    batches = [asyncio.run(trinitys.read()) for _ in range(4)]
+    assert [exp.tokens.tolist() for exp in batches[3]] == wanted
+    assert batches[3][0].action_mask.all()

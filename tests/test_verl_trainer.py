@@ -10,7 +10,8 @@ from tensordict import TensorDict
 from verl.utils import attention_utils
 
 from aflow_tune.config.engine import removes_padding
-from aflow_tune.engines.trinity.training.trainer import PairLoss, provide_unpadding
+from aflow_tune.engines.trinity.training.pair_loss import PairLoss
+from aflow_tune.engines.trinity.training.trainer import provide_unpadding
 
 # isort: split
 from trinity.algorithm import POLICY_LOSS_FN
@@ -53,9 +54,9 @@ def test_every_pair_keeps_a_dpo_loss_of_its_own() -> None:
     trinitys = POLICY_LOSS_FN.get("dpo")(beta=0.1)
     assert float(trinitys(logprob, reference, mask)[0]) == pytest.approx(0.644397, abs=1e-6)
     ours = POLICY_LOSS_FN.get(f"{PairLoss.__module__}.PairLoss")(backend="verl", beta=0.1, pairs=2)
-    assert ours.select_keys == trinitys.select_keys
-    whole, metrics = ours(logprob, reference, mask)
+    assert set(ours.select_keys) == set(trinitys.select_keys)
+    whole, metrics = ours(logprob, mask, reference)
     assert float(whole) == pytest.approx(0.671268, abs=1e-6)
     assert metrics["accuracy_mean"] == 0.5
-    halves = [ours(logprob[at], reference[at], mask[at])[0] for at in (slice(2), slice(2, 4))]
+    halves = [ours(logprob[at], mask[at], reference[at])[0] for at in (slice(2), slice(2, 4))]
     assert float(sum(halves)) == pytest.approx(float(whole))  # as verl adds micro-batches up

@@ -7,7 +7,7 @@ that renders tools in the Hermes form. Everything is seeded: two calls write equ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,9 +44,11 @@ def tiny_tokenizer():
     return byte_tokenizer(CHATML_TEMPLATE)
 
 
-def write_tiny_model(folder: Path, *, seed: int = 0, heads: int = 4, says: str = "") -> Path:
-    """Save model, tokenizer and template into `folder`; return it. `says`: characters that it
-    answers with, each about as often, nearly always."""
+def write_tiny_model(
+    folder: Path, *, seed: int = 0, heads: int = 4, says: Sequence[str] = ""
+) -> Path:
+    """Save model, tokenizer and template into `folder`; return it. `says`: characters and
+    other tokens that it answers with, each about as often, nearly always."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""`aflow-tune data`: prepare training, validation and test files; check files for leaks.
+"""`aflow-tune data`: prepare data files, check them for leaks, show what is learned of dialogues.
 
 This module reads the sources; `aflow_tune.data` draws rows from them and defines a leak.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import re
+import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -17,8 +20,10 @@ from aflow_tune.commands.options import COUNT, NATURAL, REPEATED, add_command, o
 from aflow_tune.errors import BadInput, ExitCode, Fault
 
 if TYPE_CHECKING:
+    from aflow_tune.data.catalogue import Tool
     from aflow_tune.data.prepare import Source
     from aflow_tune.data.rows import Table
+    from aflow_tune.engines.local.chat import Rendered
     from aflow_tune.scoring.benchmarks import Benchmark
 
 _PREPARE = """\
@@ -49,15 +54,24 @@ _CHECK = """\
 Look for rows of held-out files that also stand in a training file: with equal inputs, or with
 inputs that are nearly the same (the sets of their three-word phrases have a Jaccard similarity
 of 0.7 or more). Columns that name, answer or describe a row do not count. Each leak is printed
-with both places. Exit code 2 if there is one, else 0.
+with both places. Dialogues with tools are also compared by dialogue and by scenario, and what
+tools both call is told. Exit code 2 if there is a leak, else 0.
 """
+
+_SHOW = """\
+Print dialogues as `mode: train` learns them: the tokens of the chat template, the learned ones in
+colour (in a file or a pipe: between the marks ⟦ and ⟧). Then how many rows there are of each type
+of task, how long they are, and each row that cannot be learned from, with its place and reason.
+Forms: OpenAI messages, ShareGPT, Hermes, xLAM, BFCL, Seal-Tools, SAGE; see docs/agents.md.
+"""
+_CATALOGUE = "a file of tools, for rows that only name theirs"
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "data",
-        help="prepare training, validation and test files; check them for leaks",
-        description="Prepare data files, or check them.",
+        help="prepare training, validation and test files; check and show them",
+        description="Prepare data files, check them, or show what is learned of them.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     text = "write train.jsonl, validation.jsonl and test.jsonl from sources"
@@ -77,6 +91,16 @@ def add_parser(commands: Any) -> None:
     verb = add_command(actions, "check", _check, text, _CHECK)
     option(verb, "train TRAIN", "the file that is trained on", type=Path)
     option(verb, "test TEST", "held-out files", type=Path, nargs="+")
+    option(verb, "--catalogue FILE", _CATALOGUE, type=Path)
+    text = "print dialogues as they are learned, with the learned tokens in colour"
+    verb = add_command(actions, "show", _show, text, _SHOW)
+    option(verb, "file FILE", "dialogues of any known form", type=Path)
+    text = "whose chat template renders: a folder, or a name of the hub (smollm2-135m)"
+    option(verb, "--model MODEL", text, default="smollm2-135m")
+    option(verb, "--rows N", "how many rows are printed (3)", **COUNT, default=3)
+    option(verb, "--last-only", "only the last message of the assistant is learned")
+    option(verb, "--longest N", "tokens that a row may have: model.max_model_len", **COUNT)
+    option(verb, "--catalogue FILE", _CATALOGUE, type=Path)
 
 
 def _prepare(options: argparse.Namespace) -> int:
@@ -104,10 +128,16 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from aflow_tune.data.leaks import leaks_between
+    from aflow_tune.data.leaks import leaks_between, shared_dialogues
 
     training, *held_out = (_read_file(path) for path in (options.train, *options.test))
     total = 0
+    catalogue = _catalogue(options.catalogue)
+    for table in held_out:
+        if shared := shared_dialogues([training], table, catalogue):
+            total += len(shared.dialogues) + len(shared.scenarios)
+            for line in shared.lines():
+                print(f"{table.source}: {line}")
     for table, leaks in leaks_between([training], held_out):
         total += len(leaks)
         for leak, place in leaks:
@@ -119,6 +149,69 @@ def _check(options: argparse.Namespace) -> int:
             f"({equal} equal, {len(leaks) - equal} nearly)"
         )
     return ExitCode.BAD_INPUT if total else ExitCode.DONE
+
+
+def _show(options: argparse.Namespace) -> int:
+    from aflow_tune.data.dialogues import as_dialogue
+    from aflow_tune.engines.local.chat import Renderer
+    from aflow_tune.engines.local.models import end_tokens, load_tokenizer, resolve_model
+
+    table, catalogue = _read_file(options.file), _catalogue(options.catalogue)
+    model = resolve_model(options.model)
+    tokenizer = load_tokenizer(model)
+    renderer = Renderer(tokenizer, end_tokens(model))
+    marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("⟦", "⟧")
+    types: Counter[str] = Counter()
+    lengths: list[int] = []
+    odd: list[str] = []
+    learned = 0
+    for row, place in zip(table.rows, table.places, strict=True):
+        try:
+            dialogue = as_dialogue(row, catalogue)
+            examples = renderer.examples(
+                dialogue["messages"], dialogue["tools"], last_only=options.last_only
+            )
+        except ValueError as error:
+            odd.append(f"{place}: {error}")
+            continue
+        longest = max((len(it.tokens_T) for it in examples), default=0)
+        if not examples or (options.longest and longest > options.longest):
+            odd.append(f"{place}: {f'{longest} tokens' if examples else 'no answer to learn'}")
+            continue
+        count = sum(sum(it.learned_R) for it in examples)
+        if len(lengths) < options.rows:
+            told = f"{longest} tokens, {count} learned"
+            print(f"{place}: {dialogue['task_type']}, {told}")
+            print(*(_coloured(it, tokenizer, marks) for it in examples), sep="\n---\n", end="\n\n")
+        types[dialogue["task_type"]] += 1
+        lengths.append(longest)
+        learned += count
+    if odd:
+        print(f"{len(odd)} of {len(table.rows)} rows cannot be learned from:")
+        print(*(f"  {line}" for line in odd), sep="\n")
+    if lengths:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in types.most_common())
+        print(f"{len(lengths)} rows: {kinds}")
+        print(f"tokens: {sum(lengths)} in all, {learned} learned, the longest row {max(lengths)}")
+    return ExitCode.DONE if lengths else ExitCode.BAD_INPUT
+
+
+def _coloured(example: Rendered, tokenizer: Any, marks: tuple[str, str]) -> str:
+    """The text of an example, its learned runs of tokens between `marks`."""
+    parts = [tokenizer.decode(example.tokens_T[: example.prompt_length])]
+    at = example.prompt_length
+    for mine, run in itertools.groupby(example.learned_R):
+        size = len(list(run))
+        text = tokenizer.decode(example.tokens_T[at : at + size])
+        parts.append(f"{marks[0]}{text}{marks[1]}" if mine else text)
+        at += size
+    return "".join(parts)
+
+
+def _catalogue(path: Path | None) -> dict[str, Tool]:
+    from aflow_tune.data.catalogue import read_catalogue
+
+    return {tool.name: tool for tool in read_catalogue(path)} if path else {}
 
 
 def _pairs(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aflow_tune.commands.options import (
     COUNT,
     REPEATED,
+    SETTING,
     SEVERAL,
     add_command,
     config_arguments,
@@ -19,7 +20,10 @@ from aflow_tune.commands.options import (
     print_json,
     together,
 )
-from aflow_tune.errors import ExitCode, RunFailed
+from aflow_tune.errors import BadInput, ExitCode, RunFailed
+
+if TYPE_CHECKING:
+    from aflow_tune.evaluation.columns import Request
 
 _DESCRIPTION = """\
 Run the workflow of a configuration on its held-out task sets and tell how well it does: mean and
@@ -38,14 +42,15 @@ examples:
   aflow-tune eval my.yaml                                base model and newest checkpoint
   aflow-tune eval my.yaml --checkpoint best 10 --samples 4
   aflow-tune eval my.yaml --compare last workflow:flows/other.py:solve
+  aflow-tune eval --compare runs/sft runs/dpo            two runs, or two stages of a chain
   aflow-tune eval my.yaml --vary temperature=0.2,0.7,1.0 --limit 50
   aflow-tune eval my.yaml --endpoint http://127.0.0.1:8000/v1 --model base-name tuned-name
 
 what a checkpoint may be:
-  base, last, best (by the run's own evaluations), a step such as 20, or a folder: a checkpoint,
-  a PEFT adapter, a merged model, or another run. --compare also takes workflow:FILE.py:FUNCTION
-  or the folder of an operator graph (with the base model), and another YAML (its workflow and
-  base model).
+  base, last, best (by the run's own evaluations), a step such as 20, a stage of the chain, or a
+  folder: a checkpoint, a PEFT adapter, a merged model, or another run. --compare also takes
+  workflow:FILE.py:FUNCTION or the folder of an operator graph (with the base model), and another
+  YAML (its workflow and base model). Without CONFIG it is that of the last folder named.
 
 exit codes: 0 measured, 1 failed or no run could be scored, 2 bad input, 3 interrupted, 4 a limit
 of budget reached.
@@ -58,7 +63,8 @@ _LOG_WIDTH = 200
 def add_parser(commands: Any) -> None:
     text = "measure a workflow on its held-out tasks: base model, checkpoints, endpoints"
     parser = add_command(commands, "eval", _run, text, _DESCRIPTION, _EPILOG)
-    config_arguments(parser)
+    text = "the YAML file; default: that of the run of the last folder named"
+    config_arguments(parser, text, nargs="?")
     text = "weights to measure beside the base model (see below)"
     option(parser, "--checkpoint WHICH", text, **SEVERAL, dest="checkpoints")
     pair: dict[str, Any] = {"nargs": 2, "metavar": ("A", "B"), "default": ()}
@@ -86,21 +92,47 @@ def add_parser(commands: Any) -> None:
     option(parser, "--json", "print the result as JSON")
 
 
+def _find_config(options: argparse.Namespace) -> None:
+    """Without a CONFIG, take that of the run to which the last folder named belongs. BadInput: it
+    has none, or none is named."""
+    from aflow_tune.evaluation.trained import RESOLVED, find_weights
+
+    if options.config is not None and SETTING.match(str(options.config)):
+        options.overrides.insert(0, str(options.config))  # a setting, where no CONFIG was given
+        options.config = None
+    if options.config is not None:
+        return
+    named = [*options.checkpoints, *options.compare]
+    folders = [path for path in map(Path, named) if path.is_dir()]
+    run_dir = find_weights(folders[-1]).run_dir if folders else None
+    if run_dir is None:
+        title, expected = "It is not known what to measure.", "a YAML file, or the folder of a run"
+        found = f"no CONFIG, and {', '.join(named) or 'nothing'} to compare"
+        raise BadInput.of(title, "CONFIG", expected, found, "aflow-tune eval my.yaml")
+    options.config = run_dir / RESOLVED
+
+
 def _run(options: argparse.Namespace) -> int:
     beside = {"--endpoint": options.endpoint, "--model": options.served_models}
     together(beside, "The evaluation cannot be started.")
-    from rich.console import Console
-
     from aflow_tune.config.quiet import quiet
 
     quiet()
     from aflow_tune.evaluation.columns import Request
+
+    _find_config(options)
+    return measure(picked(options, Request), as_json=options.json)
+
+
+def measure(request: Request, *, as_json: bool = False) -> int:
+    """Measure, and print the result. Raises RunFailed: nothing was measured."""
+    from rich.console import Console
+
     from aflow_tune.evaluation.evaluate import JSON_NAME, EvalProgress, evaluate
     from aflow_tune.evaluation.results import PAGE_NAME, print_result
 
-    request = picked(options, Request)
-    result, out = evaluate(request, EvalProgress(Console(stderr=options.json)))
-    if options.json:
+    result, out = evaluate(request, EvalProgress(Console(stderr=as_json)))
+    if as_json:
         print_json(result.to_json())
     else:
         console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)

@@ -13,7 +13,8 @@ from typing import Any
 
 from aflow_tune.errors import BadInput, Fault
 
-_SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
+SETTING = re.compile(r"[A-Za-z_][\w.\[\]-]*=")
+"""The beginning of a `key=value`."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,11 +47,11 @@ class Parser(argparse.ArgumentParser):
                 action = self._option_string_actions.get(word)
                 takes = 0 if action is None else 1 if action.nargs is None else action.nargs
                 options.append(word)
-            elif takes == 1 or (takes and not _SETTING.match(word)):
+            elif takes == 1 or (takes and not SETTING.match(word)):
                 takes = takes if takes == "+" else takes - 1
                 options.append(word)
             else:
-                (settings if _SETTING.match(word) else positional).append(word)
+                (settings if SETTING.match(word) else positional).append(word)
         return [*positional, *settings, *options]
 
 

@@ -15,6 +15,7 @@ from aflow_tune.commands.options import (
     REPEATED,
     Parser,
     add_command,
+    names,
     option,
     print_json,
     refuse,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 ROOTS = ("runs", "checkpoints")
 """Default folders of runs: of the recipes, and of configurations that name none."""
-_ACTIONS = ("list", "resume", "clean")
+_ACTIONS = ("list", "resume", "clean", "rounds")
 _LONGEST_ERROR = 300
 _DESCRIPTION = """\
 List runs: state, step, best held-out score, cost, when something happened last, and where.
@@ -48,6 +49,7 @@ examples:
   aflow-tune runs resume runs/aflow-tune/quickstart-seed0
   aflow-tune runs clean --dry-run              what would go, and how many bytes
   aflow-tune runs clean runs/aflow-tune --yes
+  aflow-tune runs rounds runs/me/round_1 runs/me/round_2     what a later round forgot
 
 `aflow-tune runs` alone lists; so does `aflow-tune runs DIR`.
 """
@@ -55,6 +57,10 @@ _CLEAN = """\
 Take away the checkpoints of runs that are neither among the newest nor among the best by
 held-out score, with what a kill left half-written. Shows what would go and how many bytes, then
 asks. Never touches a run that is going on, export/, or anything that is not ours.
+"""
+_ROUNDS = """\
+What each of several rounds of training scores on the held-out task set of every round, after its
+last step, with backward transfer (below 0: what earlier rounds lost), forgetting and final mean.
 """
 
 
@@ -104,6 +110,13 @@ def add_parser(commands: Any) -> None:
     either = verb.add_mutually_exclusive_group()
     option(either, "--yes", "do not ask")
     option(either, "--dry-run", "only show what would go")
+    text = "what rounds of training made of each other: transfer and forgetting"
+    verb = add_command(actions, "rounds", _rounds, text, _ROUNDS)
+    text = "the run folders in the order of the rounds; a chain stands for its training stages"
+    option(verb, "folders DIR", text, type=Path, nargs="+")
+    text = "the held-out task set of each round, in order; default: as the last run lists them"
+    option(verb, "--tasks A,B,C", text, type=names, default=[])
+    option(verb, "--json", "print JSON and nothing else")
 
 
 def _folders(verb: Parser) -> None:
@@ -229,6 +242,22 @@ def _clean(options: argparse.Namespace) -> int:
     for problem in problems:
         print(f"not taken away: {problem}", file=sys.stderr)
     return ExitCode.FAILED if problems else ExitCode.DONE
+
+
+def _rounds(options: argparse.Namespace) -> int:
+    from aflow_tune.report.rounds import read_rounds
+    from aflow_tune.runs.folder import read_stages
+
+    folders: list[Path] = []
+    for folder in _roots(options.folders):
+        stages = [folder / s["name"] for s in read_stages(folder) if s["mode"] in ("train", "both")]
+        folders += stages or [folder]
+    found = read_rounds(folders, options.tasks)
+    if options.json:
+        print_json(found.to_json())
+    else:
+        print(found.render())
+    return ExitCode.DONE
 
 
 def _bytes(count: float) -> str:

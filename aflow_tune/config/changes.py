@@ -232,10 +232,13 @@ def fingerprint_of(config: AflowConfig) -> dict[str, Any]:
     """The settings that must not change when a run is resumed, as JSON values; secrets masked."""
     # With `mode: train` it is the batch; with rollouts the local engine does not read it.
     own = ("buffer.batch_size", *(("buffer.train_batch_size",) if config.mode == "train" else ()))
+    # Runs of before these sections have none of their keys.
+    asked = {"coreset.": config.coreset.size, "replay.": config.replay.buffer}
+    unused = tuple(section for section, what in asked.items() if what is None)
     return {
         key: masked(key, value if isinstance(value, _PLAIN) else str(value))
         for key, value in config.flatten().items()
-        if key in own or not (is_free(key) or key.endswith(_PRIVATE))
+        if key in own or not (is_free(key) or key.endswith(_PRIVATE) or key.startswith(unused))
     }
 
 

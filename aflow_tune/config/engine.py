@@ -45,6 +45,8 @@ def choose_engine(config: AflowConfig) -> tuple[str, str]:
         if remote:
             raise _refused(config, f"`model.{remote}.enable` is enabled", "engine: trinity")
         return "local", "as configured"
+    if config.engine == "auto" and config.local.load_in is not None and not remote:
+        return "local", "`local.load_in` quantises its base; verl cannot train on one"
     if remote:
         return "trinity", f"`model.{remote}.enable` is enabled, which samples and trains elsewhere"
     import torch
@@ -91,6 +93,7 @@ def give_engine_settings(config: AflowConfig) -> None:
         "threads": config.local.threads,
         "max_batch": config.local.max_batch,
         "deterministic": config.deterministic,
+        "load_in": None,
         "lora": None,
     }
     for auxiliary in config.explorer.auxiliary_models:
@@ -102,6 +105,7 @@ def give_engine_settings(config: AflowConfig) -> None:
             "alpha": lora.lora_alpha,
             "target_modules": lora.target_modules,
         }
+    engine["load_in"] = config.local.load_in
     config.explorer.rollout_model.extra_engine_args = {**engine, "frozen": False}
 
 

@@ -6,11 +6,11 @@ are too long when it tokenises them.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from aflow_tune.config.schema import nearest
 from aflow_tune.config.settings import AflowConfig
 from aflow_tune.config.tasksets import (
     FROM_DATA,
+    catalogue_of,
     experience_buffer,
     fields_of_mix,
     is_file,
@@ -33,7 +34,10 @@ from aflow_tune.config.tasksets import (
     user_tasksets,
 )
 from aflow_tune.data.checks import Findings, check_fields, check_overlap, check_rows
+from aflow_tune.data.coreset import count_of
+from aflow_tune.data.dialogues import Unfit, as_dialogue, as_pair, learnable
 from aflow_tune.data.fields import FieldRead, task_reads
+from aflow_tune.data.leaks import shared_dialogues
 from aflow_tune.data.rows import Table
 from aflow_tune.engines.local.models import BUNDLED, cache_dir, damage_of, is_cached
 from aflow_tune.errors import BadInput, Fault
@@ -106,7 +110,7 @@ def check_data(
         found.warnings += [text for text in fields.warnings if text not in found.warnings]
     if not harvest:
         found.add(check_overlap(training, held_out))
-    _check_experience_rows(config, found)
+    _check_experience_rows(config, found, held_out)
     return found
 
 
@@ -126,8 +130,8 @@ def _checked_table(
     return None if rows.faults else table
 
 
-# The data set of `mode: train`, in Trinity's format: `sft` takes `messages` that end with the
-# assistant's turn, or a `prompt` and a `response`; `dpo` a prompt with a `chosen` and a `rejected`
+# The data set of `mode: train`: `sft` takes dialogues of any known form with a message of the
+# assistant, or a `prompt` and a `response`; `dpo` a prompt with a `chosen` and a `rejected`
 # response; `cpt` text.
 
 KEY = "buffer.trainer_input.experience_buffer"
@@ -158,6 +162,10 @@ def check_experiences(config: AflowConfig) -> Iterator[Fault]:
     size, key = config.buffer.train_batch_size, "buffer.train_batch_size"
     table = read_taskset(config, buffer) if there else None
     rows = table.total if table is not None and not table.faults else 0
+    if rows and (part := config.coreset.size) is not None:
+        if part > rows:
+            yield config.wrong("coreset.size", f"at most {rows} rows, or a share", "size: 0.25")
+        rows = min(rows, count_of(part, rows))
     if size < 1 or (rows and (size > rows or total_steps(config) == 0)):
         expected = "the rows of the data set that one step takes, not more than it has"
         fix = f"train_batch_size: {rows or 16}, or raise buffer.total_epochs"
@@ -174,78 +182,85 @@ def awaited(config: AflowConfig) -> bool:
     return path is not None and buffer is not None and locate(config, buffer).kind == "missing"
 
 
-def _check_experience_rows(config: AflowConfig, found: Findings) -> None:
-    """Add faults of rows that are unreadable, or lack what the algorithm learns from."""
+def _check_experience_rows(config: AflowConfig, found: Findings, tables: Sequence[Table]) -> None:
+    """Add faults of rows that are unreadable, or lack what the algorithm learns from; and warnings
+    about dialogues that the held-out `tables` share with them."""
     buffer, kind = experience_buffer(config), config.algorithm.algorithm_type
     if buffer is None or awaited(config):
         return
     table = _checked_table(config, buffer, found)
     if table is None or kind not in FROM_DATA:
         return
+    dialogues = config.dialogues
+    try:
+        tools = catalogue_of(config)
+    except BadInput as error:
+        found.faults += error.faults
+        return
+    read = functools.partial(as_dialogue, catalogue=tools, candidates=dialogues.candidates)
     problems = [
         Fault(place, *problem)
         for row, place in zip(table.rows, table.places, strict=True)
-        if (problem := _row_problem(kind, buffer.format, row)) is not None
+        if (problem := _row_problem(kind, buffer.format, row, read)) is not None
     ]
     found.faults += problems[:5]
+    for held_out in () if problems else tables:
+        if shared := shared_dialogues([table], held_out, tools):
+            found.warnings += [f"{held_out.source}: {line}" for line in shared.lines()]
 
 
-_LEARNED = {
-    ("sft", True): ("messages_key",),
-    ("sft", False): ("prompt_key", "system_prompt_key", "response_key"),
-    ("dpo", True): ("messages_key", "chosen_key", "rejected_key"),
-    ("dpo", False): ("prompt_key", "system_prompt_key", "chosen_key", "rejected_key"),
-    ("cpt", False): ("prompt_key",),
+_TEXTS = {
+    "sft": ("prompt_key", "system_prompt_key", "response_key"),
+    "dpo": ("prompt_key", "system_prompt_key", "chosen_key", "rejected_key"),
+    "cpt": ("prompt_key",),
 }
-"""Settings of `format` that name the fields learned from, by algorithm and whether the fields
-are lists of messages."""
+"""Settings of `format` that name the texts learned from, by algorithm."""
 
 
 def _row_problem(
-    kind: str, form: FormatConfig, row: Mapping[str, Any]
+    kind: str, form: FormatConfig, row: Mapping[str, Any], read: Callable[..., Any]
 ) -> tuple[str, str, str] | None:
-    """Expected, found and cure for a row that cannot be learned from; None if it can."""
-    chat = form.prompt_type is PromptType.MESSAGES and kind != "cpt"
-    for setting in _LEARNED[kind, chat]:
-        key = getattr(form, setting)
-        if key is None and not chat:
+    """Expected, found and fix for a row that cannot be learned from; None if it can, or if the run
+    leaves it out and says so. `read`: `as_dialogue` with its catalogue."""
+    if form.prompt_type is PromptType.MESSAGES and kind != "cpt":
+        fix = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+        fix = f'"messages": {fix}; see docs/agents.md for other forms'
+        if near := nearest(str(form.messages_key), row, 0.5):
+            fix = f"{KEY}.format.messages_key: {near}"
+        if form.prompt_key in row and not isinstance(row[form.prompt_key], list):
+            fix = f"{KEY}.format.prompt_type: plaintext"
+        try:
+            if kind == "dpo":
+                as_pair(row, keys=(form.messages_key, form.chosen_key, form.rejected_key))
+            elif not learnable(read(row, key=form.messages_key)):
+                expected = "a message of the assistant: it is what is learned"
+                return expected, "none", "add the answer, or remove the row"
+        except Unfit:
+            return None
+        except ValueError as error:
+            return "a pair of answers" if kind == "dpo" else "a dialogue", str(error), fix
+        return None
+    for setting in _TEXTS[kind]:
+        if (key := getattr(form, setting)) is None:
             continue
         if key not in row:
             fix = f"{KEY}.format.{setting}: {nearest(str(key), row, 0.5) or 'COLUMN'}"
             return f"a field {key!r} (format.{setting})", ", ".join(map(repr, row)), fix
-        value = row[key]
-        short = f"{value!r:.80}"
-        if not chat:
-            if not isinstance(value, str) or not value.strip():
-                return f"a text under {key!r}", short, "write the text, or remove the row"
-            continue
-        if isinstance(value, str):
-            with contextlib.suppress(json.JSONDecodeError):
-                value = json.loads(value)
-        if not isinstance(value, list) or not value or not all(map(_is_message, value)):
-            fix = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
-            return f"a list of messages under {key!r}", short, fix
-        last = value[-1]["role"]
-        if last != "assistant" and (kind == "sft" or setting != "messages_key"):
-            expected = f"the assistant's message at the end of {key!r}: it is what is learned"
-            return expected, f"{last!r} at the end", "add the answer, or remove the row"
+        if not isinstance(row[key], str) or not row[key].strip():
+            short = f"{row[key]!r:.80}"
+            return f"a text under {key!r}", short, "write the text, or remove the row"
     return None
 
 
-def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and (isinstance(message.get("content"), (str, list)) or bool(message.get("tool_calls")))
-    )
-
-
+_FROZEN = ("bench", "pairs", "serve", "explore")
+"""Modes that train nothing."""
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tokenization_*.py")
 
 
 def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True) -> Found:
-    """Check the policy's model and the auxiliary ones. Without `whole`, only config.json: no
-    weights will be loaded. Without `policy`, only auxiliary models that run written workflows."""
+    """Check the policy's model, the auxiliary ones, and a critic's. Without `whole`, only
+    config.json: no weights will be loaded. Without `policy`, only auxiliary models that run written
+    workflows."""
     model, auxiliary = config.model, config.explorer.auxiliary_models
     if model.tinker.enable or model.external_model.enable:
         return
@@ -257,8 +272,11 @@ def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True)
     named: list[tuple[str, Any, bool]] = [("model", model, template)] if policy else []
     for number, item in enumerate(auxiliary):
         named.append((f"explorer.auxiliary_models.{number}", item, bool(item.chat_template)))
-    for key, item, has_template in named:
-        where, name = config.positions.where(f"{key}.model_path"), item.model_path or ""
+    paths = [(f"{key}.model_path", item.model_path or "", chat) for key, item, chat in named]
+    if policy and config.engine == "trinity" and model.critic_model_path:
+        paths.append(("model.critic_model_path", model.critic_model_path, True))
+    for place, name, has_template in paths:
+        where, key = config.positions.where(place), place.rpartition(".")[0]
         folder, bundled = Path(name).expanduser(), name in BUNDLED
         if bundled and whole:
             yield from (Fault(where, *damage) for damage in _damaged(cache_dir() / name))
@@ -266,7 +284,7 @@ def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True)
             for problem in _folder_problems(folder, key, whole, has_template):
                 yield Fault(where, *problem)
             quantised = (_read(folder / "config.json") or {}).get("quantization_config")
-            if key == "model" and quantised and config.mode not in ("bench", "serve", "explore"):
+            if key == "model" and quantised and config.mode not in _FROZEN:
                 kind = quantised.get("quant_method", "quantised")
                 fix = "name the model in 16 bits; docs/recipes.md says what can be quantised"
                 yield Fault(where, "weights in 16 or 32 bits, to train them", kind, fix)
@@ -278,7 +296,8 @@ def check_model(config: AflowConfig, *, whole: bool = True, policy: bool = True)
             yield Fault(where, expected, "no config.json in it", fix)
         elif not bundled and (close or not name.strip() or looks_local(config, name)):
             found = f"{name}: no such folder" if name.strip() else "nothing"
-            yield Fault(where, expected, found, f"model_path: {close or next(iter(BUNDLED))}")
+            setting = place.rpartition(".")[2]
+            yield Fault(where, expected, found, f"{setting}: {close or next(iter(BUNDLED))}")
         elif not is_cached(name):
             yield f"model {name}: not on this machine yet; it is fetched once at the start"
     path = model.chat_template_path
@@ -361,6 +380,7 @@ def check_writer(config: AflowConfig, workflow: Function | None = None) -> Found
     kind, turns = config.algorithm.algorithm_type, section.turns
     anchored = by_anchors(config.algorithm)
     stepwise = anchored or kind in ("multi_step_grpo", "gigpo")
+    stepwise |= kind == "ppo" and config.engine == "local"
     if turns > 1 and config.mode == "both" and not stepwise:
         better = "use multi_step_grpo or gigpo"
         yield f"{where('writer.turns')}: {kind} takes each turn for a run of its own; {better}"

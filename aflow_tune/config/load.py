@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trinity.common.config import InferenceModelConfig, TasksetConfig
 
 from aflow_tune.config.changes import READ_FROM, renamed
-from aflow_tune.config.schema import Check, nearest, note_lines
+from aflow_tune.config.schema import Check, as_field, nearest, note_lines
 from aflow_tune.config.settings import AflowConfig, value_of
 from aflow_tune.config.stages import check_stages, merge_stages
 from aflow_tune.errors import BadInput, Fault
@@ -220,7 +220,7 @@ def _override(content: dict[str, Any], item: str, positions: KeyPositions) -> li
     if check.faults:
         return check.faults
     positions.raw.update(raw)
-    problem = _put(content, key.split("."), value)
+    problem = _put(content, as_field(key).split("."), value)
     if problem:
         return [Fault(where, "a list item that the file has", problem, "set the whole list")]
     return []

@@ -14,10 +14,11 @@ _HOME = "aflow_tune.engines.trinity.training.off_policy"
 WORKFLOW_GIGPO = f"{_HOME}.WorkflowGiGPO"
 TRUNCATED_IMPORTANCE = f"{_HOME}.TruncatedImportance"
 BATCH_FILES = f"{_HOME}.BatchFiles"
+PAIR_LOSS = "aflow_tune.engines.trinity.training.pair_loss.PairLoss"
 
 SHORT_NAMES = {
     "advantage_fn": {"workflow_gigpo": WORKFLOW_GIGPO},
-    "policy_loss_fn": {"truncated_importance": TRUNCATED_IMPORTANCE},
+    "policy_loss_fn": {"truncated_importance": TRUNCATED_IMPORTANCE, "pair_loss": PAIR_LOSS},
 }
 """Dotted path by short name, for settings of `algorithm`."""
 STORAGE_NAMES = {"batch_files": BATCH_FILES}
@@ -26,11 +27,13 @@ STORAGE_NAMES = {"batch_files": BATCH_FILES}
 
 def spell_out(config: AflowConfig) -> None:
     """Replace short names by dotted paths. A function of ours without arguments gets its own
-    defaults: Trinity fills in those of the algorithm's usual function."""
+    defaults: Trinity fills in those of the algorithm's usual function. DPO's loss is ours."""
     algorithm, buffer = config.algorithm, config.buffer.trainer_input.experience_buffer
     for setting, names in SHORT_NAMES.items():
         given, arguments = getattr(algorithm, setting), f"{setting}_args"
         path = names.get(given, given)
+        if setting == "policy_loss_fn" and algorithm.algorithm_type == "dpo":
+            path = PAIR_LOSS if given in (None, "dpo") else path
         if path in names.values():
             setattr(algorithm, setting, path)
             if getattr(algorithm, arguments) is None:

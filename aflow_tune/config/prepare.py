@@ -85,6 +85,8 @@ def prepare(
     if found.faults:
         train = "train" if purpose in RUNS else "be used for this"
         raise BadInput(f"These settings cannot {train}.", found.faults)
+    if config.mode == "pairs" and purpose in RUNS:
+        _evaluate_training_tasks(config)
     adapt(config)
     if purpose is Purpose.SEARCH:
         give_executor(config)
@@ -95,14 +97,14 @@ def prepare(
             adapt_local(config)
         elif purpose in RUNS:
             adapt_cluster(config, fetch=not dry)
-        # Trinity knows no `harvest`: show its validators `bench`, which runs a workflow too.
-        harvest = config.mode == "harvest"
-        config.mode = "bench" if harvest else config.mode
+        # Trinity does not know these modes: show its validators `bench`, which runs a workflow too.
+        own = config.mode if config.mode in ("harvest", "pairs") else None
+        config.mode = "bench" if own else config.mode
         try:
             for validator in _validators(config, purpose, dry):
                 _run_validator(validator, config)
         finally:
-            config.mode = "harvest" if harvest else config.mode
+            config.mode = own or config.mode
     for _, taskset, held_out in user_tasksets(config):
         # Trinity leaves the held-out task sets of `train` unread.
         if purpose not in RUNS or (config.mode == "train" and held_out):
@@ -113,6 +115,9 @@ def prepare(
         give_engine_settings(config)
     kept.changes = differences(before, config.flatten(), {"engine": why})
     return kept.changes
+
+
+_EXAMPLES = "buffer.trainer_input.experience_buffer"
 
 
 def _take_out(config: AflowConfig, purpose: Purpose) -> None:
@@ -130,17 +135,30 @@ def _take_out(config: AflowConfig, purpose: Purpose) -> None:
         config.mode, config.stages = "bench", []
     if purpose not in RUNS:
         return
-    if config.mode == "serve":
+    if config.mode in ("serve", "pairs"):
         inputs.eval_tasksets = []
     if config.mode in WITHOUT_TASKS:
         inputs.taskset, inputs.tasksets, config.mix = None, [], {}
     buffer = config.buffer.trainer_input.experience_buffer
     if config.mode == "train" and buffer is not None and buffer.path:
-        if not config.positions.given("buffer.trainer_input.experience_buffer.storage_type"):
+        if not config.positions.given(f"{_EXAMPLES}.storage_type"):
             buffer.storage_type = StorageType.FILE.value
         if buffer.storage_type == BATCH_FILES:  # a file is a batch, of any size
             config.buffer.train_batch_size = config.buffer.train_batch_size or 1
+        if not config.positions.given(f"{_EXAMPLES}.format.enable_concatenated_multi_turn"):
+            buffer.format.enable_concatenated_multi_turn = True
         buffer.name = buffer.name or "experiences"
+
+
+def _evaluate_training_tasks(config: AflowConfig) -> None:
+    """Make the training tasks of `mode: pairs` the ones that are evaluated, each several times."""
+    inputs, explorer = config.buffer.explorer_input, config.explorer
+    chosen = [*([inputs.taskset] if inputs.taskset else []), *inputs.tasksets]
+    for taskset in chosen:
+        taskset.name = taskset.name or "train"
+        taskset.repeat_times = config.algorithm.repeat_times
+    inputs.eval_tasksets, inputs.taskset, inputs.tasksets, config.mix = chosen, None, [], {}
+    explorer.eval_on_startup, explorer.bench_on_latest_checkpoint = True, False
 
 
 def adapt(config: AflowConfig) -> None:
@@ -268,6 +286,9 @@ def adapt_cluster(config: AflowConfig, *, fetch: bool) -> None:
     for model in (config.model, *config.explorer.auxiliary_models):
         if model.model_path in BUNDLED and (fetch or is_cached(model.model_path)):
             model.model_path = str(resolve_model(model.model_path))
+    critic = config.model.critic_model_path
+    if critic in BUNDLED and (fetch or is_cached(critic)):
+        config.model.critic_model_path = str(resolve_model(critic))
     synchronizer, trainer = config.synchronizer, config.trainer
     if config.model.lora_configs is not None and synchronizer.sync_method != SyncMethod.CHECKPOINT:
         # vLLM reads the adapter from the checkpoint; Trinity would set `memory` to colocate.

@@ -33,6 +33,8 @@ def quiet() -> None:
     # AgentScope's agents print their messages; a run has dozens of agents at once.
     os.environ.setdefault("AGENTSCOPE_DISABLE_CONSOLE_OUTPUT", "true")
     warnings.filterwarnings("ignore", module=r"(agentscope|datasets|pydantic|ray|transformers)\b")
+    # It warns of a kernel of the hub that is missing, which nothing here would call.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import trinity.utils.log as trinity_log
 
     logger.propagate = False

@@ -14,9 +14,11 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from aflow_tune.config.accounting import check_spend
+from aflow_tune.config.critic import check_critic, is_read
 from aflow_tune.config.engine import check_devices
 from aflow_tune.config.file_rules import (
     check_data,
@@ -33,6 +35,7 @@ from aflow_tune.config.settings import AflowConfig, value_of, words
 from aflow_tune.config.tasksets import (
     FROM_DATA,
     WITHOUT_TASKS,
+    catalogue_of,
     check_mix,
     experience_buffer,
     is_file,
@@ -41,8 +44,12 @@ from aflow_tune.config.tasksets import (
     user_tasksets,
 )
 from aflow_tune.data.checks import Findings
+from aflow_tune.data.dialogues import TASK_TYPES
 from aflow_tune.data.fields import most_calls
-from aflow_tune.errors import Fault
+from aflow_tune.data.mix import SUM_TOLERANCE
+from aflow_tune.data.replay import read_buffer
+from aflow_tune.engines.local.models import pick_device
+from aflow_tune.errors import BadInput, Fault
 from aflow_tune.scoring.rewards import reward_faults
 from aflow_tune.sections import display
 
@@ -117,7 +124,7 @@ def check_settings(case: Case, faults: Sequence[Fault] = ()) -> Findings:
 # --- Single settings: choices, ranges, registered names -----------------------------------------
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "mode": ("both", "explore", "train", "bench", "harvest", "serve", "colocate"),
+    "mode": ("both", "explore", "train", "bench", "harvest", "pairs", "serve", "colocate"),
     "explorer.concurrent_mode": ("asynchronous", "sequential", "multi-threading"),
     "trainer.trainer_type": ("verl", "tinker"),
     "trainer.save_hf_checkpoint": ("last", "always", "never"),
@@ -137,13 +144,14 @@ _AT_LEAST = {
         trainer.total_steps explorer.eval_interval explorer.runner_per_model explorer.max_timeout
         explorer.rollout_model.engine_num explorer.max_repeat_times_per_runner
         synchronizer.sync_interval synchronizer.sync_timeout local.threads local.max_batch
-        local.micro_batch_tokens quick_eval
+        local.micro_batch_tokens quick_eval replay.capacity
         """
     ),
     0: words(
         """
         buffer.train_batch_size trainer.save_interval trainer.max_checkpoints_to_keep
         checkpoints.keep_best explorer.max_retry_times synchronizer.sync_offset report.transcripts
+        trainer.critic_warmup
         """
     ),
 }
@@ -165,12 +173,21 @@ _RANGES: tuple[_Value, ...] = (
     ("rollout.run_timeout", lambda v: 0 < v < math.inf, "seconds above 0", "300.0"),
     ("rollout.max_failed_fraction", lambda v: 0 < v <= 1, "above 0, at most 1", "1.0"),
     ("report.score", lambda v: bool(v.strip()), "'reward' or the name of a metric", "reward"),
+    (
+        "coreset.size",
+        lambda v: v is None or 0 < v < 1 or (v >= 1 and v == int(v)),
+        "a share of the rows above 0 and below 1, or how many",
+        "0.25",
+    ),
+    ("coreset.seed", lambda v: v is None or 0 <= v < 2**32, "from 0 to 4294967295", "0"),
+    ("replay.ratio", lambda v: 0 <= v < 1, "the share of old rows, from 0 to below 1", "0.1"),
     ("seed", lambda v: 0 <= v < 2**32, "from 0 to 4294967295", "0"),
     ("name", lambda v: bool(v.strip()), "a name for the run folder", "first_run"),
 )
 
 _BUFFER = "buffer.trainer_input.experience_buffer"
-_LOCAL_MODES, _ADAMS = ("both", "train", "bench", "harvest"), ("adam", "adamw")
+_LOCAL_MODES = ("both", "train", "bench", "harvest", "pairs")
+_ADAMS = ("adam", "adamw")
 _LOCAL_VALUES: tuple[_Value, ...] = (
     ("mode", lambda v: v in _LOCAL_MODES, f"one of {', '.join(_LOCAL_MODES)}", "both"),
     ("synchronizer.sync_style", lambda v: v.value != "fully_async", "taking turns", "fixed"),
@@ -310,6 +327,12 @@ def _needs(case: Case) -> Found:
         yield config.fault("rollout.system_prompt", expected, "nothing", "system_prompt: ...")
 
 
+def _something_to_prefer(case: Case) -> Found:
+    if case.config.algorithm.repeat_times < 2:
+        expected = "2 or more answers to each task, of which one can be better"
+        yield case.config.wrong("algorithm.repeat_times", expected, "repeat_times: 4")
+
+
 def _something_to_evaluate(case: Case) -> Found:
     if not case.config.buffer.explorer_input.eval_tasksets:
         key = "buffer.explorer_input.eval_tasksets"
@@ -353,6 +376,42 @@ def _rows(case: Case) -> Found:
     found = check_data(case.config, case.workflow, case.judge, harvest=harvest)
     yield from found.faults
     yield from found.warnings
+
+
+_ASK = {"coreset": "size", "replay": "buffer"}
+"""Sections about the rows of a data set, and the key without which they ask for nothing."""
+
+
+def _rows_to_learn(case: Case) -> Found:
+    """Check `coreset` and `replay`: where they can be used, and that there are rows for them."""
+    config, buffer = case.config, experience_buffer(case.config)
+    for name, key in _ASK.items():
+        place, section = f"{name}.{key}", getattr(config, name)
+        asked = getattr(section, key) is not None
+        if config.mode in _WITH_ROLLOUTS and section != type(section)():
+            expected = "nothing: only `mode: train` learns from the rows of a data set"
+            yield config.wrong(place, expected, f"remove `{name}`, or give it to a stage")
+        elif not asked and section != type(section)():
+            fix = {"coreset": "size: 0.25", "replay": "buffer: runs/replay.jsonl"}[name]
+            yield config.fault(place, f"`{key}`, without which nothing is done", "none", fix)
+        elif asked and config.engine != "local":
+            yield config.wrong(place, "nothing (engine: trinity)", f"engine: local, or no `{name}`")
+        elif asked and buffer is not None and buffer.storage_type == BATCH_FILES:
+            yield config.wrong(place, "nothing: batch_files are read whole", f"remove `{name}`")
+    path = config.replay.buffer
+    if path is not None and config.mode == "train":
+        yield from _buffer(config, Path(path).expanduser())
+
+
+def _buffer(config: AflowConfig, path: Path) -> Found:
+    if path.is_dir() or path.suffix != ".jsonl":
+        fix = "buffer: runs/replay.jsonl"
+        yield config.wrong("replay.buffer", "a file, .jsonl, which is made if need be", fix)
+        return
+    try:
+        read_buffer(path)
+    except BadInput as error:
+        yield from error.faults
 
 
 def _lengths(case: Case) -> Found:
@@ -464,14 +523,10 @@ _NEEDS_MORE = ("mix", "mix_chord", "on_policy_distill", "jsd")
 
 def _local_settings(case: Case) -> Found:
     import torch
-    from trinity.algorithm import ALGORITHM_TYPE
 
     config, adapters = case.config, case.config.model.lora_configs
-    kind = config.algorithm.algorithm_type
-    known = kind in ALGORITHM_TYPE._default_mapping
-    more = kind in _NEEDS_MORE or (known and ALGORITHM_TYPE.get(kind).use_critic)
-    if more and config.mode == "both":
-        expected = "an algorithm without a critic that needs rollouts only"
+    if config.algorithm.algorithm_type in _NEEDS_MORE and config.mode == "both":
+        expected = "an algorithm that needs rollouts only"
         fix = "algorithm_type: multi_step_grpo, or engine: trinity"
         yield config.wrong("algorithm.algorithm_type", expected, fix)
     yield from _values(config, _LOCAL_VALUES, " (engine: local)")
@@ -499,9 +554,38 @@ def _local_settings(case: Case) -> Found:
         yield config.fault("local.device", f"a machine with {device}", "none", "device: auto")
 
 
+def _quantised(case: Case) -> Found:
+    """Refuse `local.load_in` where the base cannot be quantised, or all weights are trained."""
+    from aflow_tune.engines.local.quantised import NEEDS_ADAPTER, obstacles
+
+    config, key = case.config, "local.load_in"
+    if config.local.load_in is None or not case.local_model:
+        return
+    told = f"load_in: {config.local.load_in}"
+    if config.engine == "trinity" and case.purpose in RUNS:
+        expected = "engine: local: verl 0.8 has no quantised trainer"
+        fix = "engine: local, or remove it (docs/recipes.md says what vLLM can quantise)"
+        yield config.fault(key, expected, f"{told} with engine: trinity", fix)
+        return
+    trains = case.purpose in RUNS and config.mode in ("both", "train")
+    if trains and not config.model.lora_configs:
+        fix = "model.lora_configs: [{lora_rank: 16, lora_alpha: 32}], or remove it"
+        yield config.fault(key, NEEDS_ADAPTER, f"{told} and model.lora_configs: null", fix)
+    if case.purpose is Purpose.ESTIMATE:  # the run may be for another machine
+        return
+    try:
+        device = pick_device(config.local.device).type
+    except BadInput:  # `_local_settings` reports the device
+        return
+    for expected, found, fix in obstacles(device):
+        yield config.fault(key, expected, found, fix)
+
+
 def _local_sampling(case: Case) -> Found:
     """Training rollouts must be sampled from the distribution whose gradient is computed."""
     config = case.config
+    if config.mode == "pairs":  # of which another stage learns, without their probabilities
+        return
     for place, _, held_out in user_tasksets(config):
         for name, default in (("top_p", 1.0), ("top_k", -1)):
             key = f"{place}.rollout_args.{name}"
@@ -539,6 +623,7 @@ def _unread(case: Case) -> Found:
         key
         for key in places
         if any(fnmatch.fnmatchcase(key, pattern) for pattern in _GPU_KEYS)
+        and not is_read(case.config, key)
         and not any(other.startswith(key + ".") for other in places)
     )
     if unread:
@@ -576,7 +661,26 @@ def _precision_and_gpus(case: Case) -> Found:
             continue
         told = f"{key.rpartition('.')[2]}: {value}"
         expected = "weights of 16 or 32 bits: trained ones are not quantised (docs/recipes.md)"
-        yield config.fault(key, expected, told, "remove it, or train an adapter on vLLM")
+        fix = "train an adapter with local.load_in: 4bit" if local else "train an adapter on vLLM"
+        yield config.fault(key, expected, told, f"remove it, or {fix}")
+
+
+def _dialogues(case: Case) -> Found:
+    """Check the section `dialogues`."""
+    config, section = case.config, case.config.dialogues
+    if section.candidates < 1:
+        yield config.wrong("dialogues.candidates", "1 or more tools", "candidates: 4")
+    if section.catalogue is not None:
+        try:
+            catalogue_of(config)
+        except BadInput as error:
+            yield from error.faults
+    weights, key = section.task_weights, "dialogues.task_weights"
+    for kind in weights.keys() - set(TASK_TYPES):
+        yield _unknown_name(config, f"{key}.{kind}", kind, TASK_TYPES)
+    shares = [weights[kind] for kind in weights]
+    if weights and (min(shares) < 0 or abs(sum(shares) - 1) > SUM_TOLERANCE):
+        yield config.wrong(key, "shares of 0 or more, together 1", "selection: 0.5, planning: 0.5")
 
 
 def _search(case: Case) -> Found:
@@ -598,10 +702,13 @@ RULES: tuple[Rule, ...] = (
     Rule(_registered),
     Rule(_needs),
     Rule(_something_to_evaluate, (*RUNS, Purpose.EVALUATE), modes=("bench",)),
+    Rule(_something_to_prefer, modes=("pairs",)),
     Rule(lambda case: check_experiences(case.config), modes=("train",)),
+    Rule(_rows_to_learn),
     Rule(_tasksets),
     Rule(lambda case: check_harvest(case.config), (Purpose.HARVEST,)),
     Rule(_search, (Purpose.SEARCH, Purpose.CHECK)),
+    Rule(_dialogues),
     Rule(lambda case: check_mix(case.config), (*RUNS, Purpose.HARVEST)),
     Rule(_rows, _OF_DATA),
     Rule(lambda case: check_spend(case.config, tuned=case.local_model), (*RUNS, *_OF_DATA)),
@@ -623,7 +730,9 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda case: check_writer(case.config, case.workflow)),
     Rule(lambda case: check_harvest(case.config), modes=("harvest",)),
     Rule(_local_settings, engine="local"),
+    Rule(lambda case: check_critic(case.config), modes=("both", "train", "colocate")),
     Rule(_local_sampling, engine="local"),
+    Rule(_quantised, (*RUNS, Purpose.EVALUATE, Purpose.ASK)),
     Rule(_precision_and_gpus, engine="local"),
     Rule(_unread, engine="local"),
     Rule(_precision_and_gpus, modes=_ON_GPUS, engine="trinity"),

@@ -125,6 +125,8 @@ class Check:
             key = f"{path}.{name}".lstrip(".")
             kind: Any = arguments[1] if len(arguments) == 2 else Any
             choices: Sequence[str] = ()
+            if known is not None:
+                name = as_field(key).rpartition(".")[2] if name == "from" else name
             if known is not None and name not in known:
                 self._unknown(path, str(name), item, known)
                 continue
@@ -176,6 +178,11 @@ class Check:
         fault = Fault(self.where(path), f"{display(path)}: {expected}", found, fix)
         self.faults.append(fault)
         return WRONG
+
+
+def as_field(key: str) -> str:
+    """The key path with the names that fields have: `from` is a word of Python's own."""
+    return re.sub(r"((?:^|\.)replay)\.from(?=\.|$)", r"\1.rounds", key)
 
 
 def suggest(schema: type, parent: str, name: str, known: dict[str, Any]) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from aflow_tune.data.rows import Table
 from aflow_tune.errors import Fault
 from aflow_tune.find_ray import FoundRay
 from aflow_tune.models.redaction import masked
-from aflow_tune.sections import AflowSections, KeyPositions
+from aflow_tune.sections import AflowSections, CoresetSection, KeyPositions, ReplaySection
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Prepared:
     """The folder of the chain of stages whose account this run uses; None: its own."""
     awaited: str | None = None
     """A file that an earlier stage has yet to write."""
-    tables: dict[tuple[str, str, str | None], Table | None] = field(default_factory=dict)
+    tables: dict[tuple[str, str, str | None, bool], Table | None] = field(default_factory=dict)
     """Rows of task sets read so far, by path, split and subset."""
     ray: FoundRay | None = None
     """The running Ray to join; None: the run starts its own."""
@@ -59,10 +59,12 @@ class Prepared:
 
 @dataclass
 class StageSection(StageConfig):
-    """One item of `stages`: Trinity's fields and `model`."""
+    """One item of `stages`: Trinity's fields, `model`, and sections of ours."""
 
     model: ModelConfig | None = None
     """If it sets `model_path`, the stage starts from there instead of the stage before."""
+    coreset: CoresetSection | None = None
+    replay: ReplaySection | None = None
 
 
 @dataclass

@@ -18,7 +18,7 @@ from typing import Any
 
 from aflow_tune.config.settings import AflowConfig, Prepared, StageSection
 from aflow_tune.errors import Fault
-from aflow_tune.sections import KeyPositions
+from aflow_tune.sections import CoresetSection, KeyPositions, ReplaySection
 
 STAGE_PATH = "stage://"
 """Prefix of a path to another stage's output: `stage://warm_up/sft.jsonl`."""
@@ -65,6 +65,10 @@ def stage_configs(config: AflowConfig) -> list[AflowConfig]:
     for number, stage in enumerate(copy.deepcopy(config)):
         positions = _stage_positions(config.positions, number)
         stage.prepared = Prepared(positions=positions, command=config.command)
+        if stage.mode != "train":  # what the top level says of rows is for other stages
+            for name, unset in (("coreset", CoresetSection()), ("replay", ReplaySection())):
+                if not any(f"{key}.".startswith(f"{name}.") for key in positions.shown):
+                    setattr(stage, name, unset)
         found.append(stage)
     return found
 

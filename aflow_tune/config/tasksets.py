@@ -2,8 +2,8 @@
 
 Trinity reads a task set of `storage_type: file` with `datasets.load_dataset(path, subset_name,
 split)`: a hub id or a folder, never a plain file. We also accept a file: at launch it is linked
-into a folder of the run. Files with rows of several sources are read by our `RowsReader`. Checks
-fetch nothing: they read a hub data set from the local cache or not at all.
+into a folder of the run. Files with rows of several sources, or with `messages`, are read by our
+`RowsReader`. Checks fetch nothing: they read a hub data set from the local cache or not at all.
 
 A mix (`mix:`) gives each source its share of every training batch. A source is the training task
 set of that name, or the rows with `source: NAME`. When the run starts, the task sets are merged
@@ -12,6 +12,7 @@ into one, read by `readers.MixReader`; `aflow_tune.data.mix` decides which items
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -20,18 +21,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from trinity.common.config import DataSelectorConfig, ExperienceBufferConfig, TasksetConfig
 
 from aflow_tune.config.schema import nearest
 from aflow_tune.config.settings import AflowConfig
+from aflow_tune.data.catalogue import Tool, read_catalogue
 from aflow_tune.data.checks import sources
+from aflow_tune.data.coreset import count_of
+from aflow_tune.data.dialogues import dialogues_of, of_split, with_answers
 from aflow_tune.data.mix import DEFAULT_SHARES, KINDS, default_shares, exact_shares, kind_of
 from aflow_tune.data.rows import Table, file_format, read_table
 from aflow_tune.engines.local.models import BUNDLED
 from aflow_tune.errors import Fault
-from aflow_tune.files import write_json
+from aflow_tune.files import write_json, write_whole
 from aflow_tune.find_ray import find_ray, uses_ray
+from aflow_tune.scoring.turns import as_tasks
 from aflow_tune.shipping import path_here
 
 FROM_DATA = ("sft", "dpo", "cpt")
@@ -69,19 +75,30 @@ class Located:
 
 
 def user_tasksets(config: AflowConfig) -> list[tuple[str, TasksetConfig, bool]]:
-    """(key path, task set, whether held out) of each, before or after Trinity's validators."""
+    """(key path, task set, whether held out) of each, before or after Trinity's validators. Those
+    of `mode: pairs` are training tasks, wherever they stand."""
     inputs = config.buffer.explorer_input
     found = [("buffer.explorer_input.taskset", inputs.taskset, False)] if inputs.taskset else []
     for number, taskset in enumerate(inputs.tasksets):
         found.append((f"buffer.explorer_input.tasksets.{number}", taskset, False))
     for number, taskset in enumerate(inputs.eval_tasksets):
-        found.append((f"buffer.explorer_input.eval_tasksets.{number}", taskset, True))
+        key, held_out = f"buffer.explorer_input.eval_tasksets.{number}", config.mode != "pairs"
+        found.append((key, taskset, held_out))
     return found
 
 
 def experience_buffer(config: AflowConfig) -> ExperienceBufferConfig | None:
     """The data set of `mode: train`; None in every other mode."""
     return config.buffer.trainer_input.experience_buffer if config.mode == "train" else None
+
+
+def catalogue_of(config: AflowConfig) -> dict[str, Tool]:
+    """The tools of `dialogues.catalogue` by name; empty without one. Raises BadInput: the file
+    cannot be read."""
+    if config.dialogues.catalogue is None:
+        return {}
+    path = config.positions.beside(config.dialogues.catalogue)
+    return {tool.name: tool for tool in read_catalogue(path)}
 
 
 def is_file(taskset: TasksetConfig | ExperienceBufferConfig) -> bool:
@@ -125,16 +142,63 @@ def read_taskset(
     config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig
 ) -> Table | None:
     """The rows of a task set, read once per configuration; None if they are not on disk."""
-    tables = config.prepared.tables
-    key = (str(taskset.path), taskset.split, taskset.subset_name)
+    tables, key = config.prepared.tables, _table_key(config, taskset)
     if key not in tables:
         found = locate(config, taskset)
-        tables[key] = read_table(str(taskset.path), found.files) if found.files else None
+        table, whole = None, reads_dialogues(config)  # whole: what is read is what is tuned on
+        if found.files:
+            table = read_table(str(taskset.path), found.files, whole=whole)
+        if table is not None and not table.faults:
+            table = _dialogues(config, taskset, found.files, table)
+        tables[key] = table
     return tables[key]
 
 
+def _is_held_out(config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig) -> bool:
+    return any(taskset is one for _, one, held_out in user_tasksets(config) if held_out)
+
+
+def _table_key(
+    config: AflowConfig, taskset: TasksetConfig | ExperienceBufferConfig
+) -> tuple[str, str, str | None, bool]:
+    """Under which `read_taskset` keeps rows: of one file, training and evaluation may read other
+    ones."""
+    held_out = reads_dialogues(config) and _is_held_out(config, taskset)
+    return str(taskset.path), taskset.split, taskset.subset_name, held_out
+
+
+def reads_dialogues(config: AflowConfig) -> bool:
+    """Whether task sets are dialogues of any form, each turn a task."""
+    return config.dialogues.as_tasks
+
+
+def _dialogues(
+    config: AflowConfig,
+    taskset: TasksetConfig | ExperienceBufferConfig,
+    files: list[Path],
+    table: Table,
+) -> Table:
+    """The rows to learn from, or with `reads_dialogues` the turns of a task set's dialogues."""
+    if isinstance(taskset, ExperienceBufferConfig):
+        return of_split(with_answers(table, files), held_out=False)
+    if not reads_dialogues(config):
+        return table
+    found = dialogues_of(
+        with_answers(table, files),
+        catalogue_of(config),
+        config.dialogues.candidates,
+        held_out=_is_held_out(config, taskset),
+    )
+    tasks, places = [], []
+    for row, place in zip(found.rows, found.places, strict=True):
+        for task in as_tasks([{**row, "id": row.get("id", place)}]):
+            tasks.append(task)
+            places.append(place)
+    return replace(found, rows=tasks, places=places, total=len(tasks))
+
+
 def training_rows(config: AflowConfig) -> int | None:
-    """The number of rows of all training data; None if some are not on disk or faulty."""
+    """The number of rows that are trained on; None if some data are not on disk or faulty."""
     buffer = experience_buffer(config)
     sets: list[TasksetConfig | ExperienceBufferConfig]
     sets = [taskset for _, taskset, held_out in user_tasksets(config) if not held_out]
@@ -144,12 +208,15 @@ def training_rows(config: AflowConfig) -> int | None:
         sets = [buffer]
     tables = [read_taskset(config, taskset) for taskset in sets]
     read = [table.total for table in tables if table is not None and not table.faults]
-    return sum(read) if len(read) == len(sets) else None
+    if len(read) < len(sets):
+        return None
+    chosen = config.coreset.size if config.mode == "train" else None
+    return sum(read) if chosen is None else count_of(chosen, sum(read))
 
 
 def total_steps(config: AflowConfig) -> int | None:
     """The training steps that the settings amount to; None if the number of rows is unknown."""
-    if config.mode in ("bench", "harvest"):
+    if config.mode in ("bench", "harvest", "pairs"):
         return None
     bounds = [steps for steps in (config.trainer.total_steps, config.buffer.total_steps) if steps]
     if not config.buffer.total_steps:
@@ -164,22 +231,27 @@ def total_steps(config: AflowConfig) -> int | None:
 
 def settle_paths(config: AflowConfig) -> None:
     """Make paths of models and data absolute: workers start in other folders."""
-    for model in (config.model, *config.explorer.auxiliary_models):
-        name = str(model.model_path or "")
+    models: list[tuple[Any, str]] = [(config.model, "critic_model_path")]
+    models += [(it, "model_path") for it in (config.model, *config.explorer.auxiliary_models)]
+    for model, setting in models:
+        name = str(getattr(model, setting) or "")
         if name and name not in BUNDLED and Path(name).expanduser().is_dir():
-            model.model_path = os.path.abspath(os.path.expanduser(name))
+            setattr(model, setting, os.path.abspath(os.path.expanduser(name)))
+    if config.dialogues.catalogue is not None:
+        found_at = config.positions.beside(config.dialogues.catalogue)
+        config.dialogues.catalogue = str(found_at.absolute())
     buffer, tables = experience_buffer(config), config.prepared.tables
     sets: list[TasksetConfig | ExperienceBufferConfig]
     sets = [taskset for _, taskset, _ in user_tasksets(config)]
     for taskset in sets if buffer is None else [*sets, buffer]:
         found = locate(config, taskset)
-        key = (str(taskset.path), taskset.split, taskset.subset_name)
+        key = _table_key(config, taskset)
         if found.path is not None and found.fault is None:
             taskset.path = str(found.path)
             if found.kind == "file":
                 taskset.split, taskset.subset_name = _FILE_SPLIT, None
             if key in tables:
-                tables[(taskset.path, taskset.split, taskset.subset_name)] = tables[key]
+                tables[_table_key(config, taskset)] = tables[key]
 
 
 def materialise_tasksets(config: AflowConfig, run_dir: Path | None = None) -> None:
@@ -199,7 +271,18 @@ def materialise_tasksets(config: AflowConfig, run_dir: Path | None = None) -> No
         found, table, part = locate(config, taskset), read_taskset(config, taskset), ""
         files: list[Path] = []
         on_disk = found.kind in ("file", "folder") and not re.search(r"[\[+]", taskset.split)
-        mixed = table is not None and ((config.mix and not held_out) or len(sources(table)) > 1)
+        if table is not None and reads_dialogues(config):
+            rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in table.rows)
+            shutil.rmtree(folder, ignore_errors=True)
+            write_whole(folder / f"{_FILE_SPLIT}.jsonl", rows)
+            taskset.storage_type = ROWS_READER
+            taskset.path, taskset.split, taskset.subset_name = str(folder), _FILE_SPLIT, None
+            continue
+        mixed = table is not None and (
+            (config.mix and not held_out)
+            or len(sources(table)) > 1
+            or any("messages" in row for row in table.rows)
+        )
         if on_disk and mixed:  # Trinity's table would give each column one type
             taskset.storage_type, files = ROWS_READER, found.files
         elif source.is_file() or (source.is_dir() and "+" not in taskset.split):

@@ -20,6 +20,7 @@ from aflow_tune.config.load import AflowConfig, read_config
 from aflow_tune.config.prepare import Purpose, prepare
 from aflow_tune.config.settings import Change, value_of
 from aflow_tune.config.stages import parts_of
+from aflow_tune.config.tasksets import reads_dialogues
 from aflow_tune.contract.plugins import resolve
 from aflow_tune.contract.signature import check_functions
 from aflow_tune.errors import BadInput, Fault
@@ -147,11 +148,16 @@ def _named(config: AflowConfig) -> list[str]:
 
 
 def resolve_functions(config: AflowConfig) -> tuple[Function, Function | None]:
-    """The functions that `workflow:` (or `graph:`, or `writer:`) and `judge:` name.
+    """The functions that `workflow:` (or `graph:`, or `writer:`) and `judge:` name; `use_tools`
+    with `dialogues.as_tasks` and none of them.
 
     Raises BadInput: none or several workflows are named, a name resolves to no function, or a graph
     is faulty."""
     named = _named(config)
+    if not named and reads_dialogues(config):
+        from aflow_tune.scoring.use_tools import use_tools
+
+        return use_tools, None
     if len(named) != 1:
         expected = (
             "one of `workflow: path/file.py:function` (or module:function), "

@@ -43,6 +43,9 @@ def check_rows(table: Table) -> Findings:
         fix = "write the tasks into the file"
         return Findings([Fault(table.source, "at least one row", "no rows", fix)])
     found = Findings()
+    if table.left_out:
+        more = f" (and {len(table.left_out) - 3} more)" if len(table.left_out) > 3 else ""
+        found.warnings.append(f"left out: {'; '.join(table.left_out[:3])}{more}")
     if not table.complete:
         looked = f"{len(table.rows):,} of {table.total:,} rows"
         found.warnings.append(f"{table.source}: looked at {looked} only")

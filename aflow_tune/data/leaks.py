@@ -13,15 +13,19 @@ Cleaning", ICDE 2006).
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+from aflow_tune.data.catalogue import Tool
+from aflow_tune.data.dialogues import as_dialogue, called
 from aflow_tune.data.rows import Table
 
 NEAR = 0.7
@@ -116,6 +120,66 @@ def leaks_between(
     places = [place for table in training for place in table.places]
     found = [(table, find_leaks(rows, table.rows, near=near)) for table in held_out]
     return [(table, [(leak, places[leak.trained]) for leak in leaks]) for table, leaks in found]
+
+
+@dataclass
+class SharedDialogues:
+    """What held-out dialogues share with training: rows with the same dialogue (its id, or all of
+    its messages), rows of the same scenario, and rows that call a tool called in training."""
+
+    rows: int
+    dialogues: list[str] = field(default_factory=list)
+    """Places of rows, as are `scenarios` and `tools`."""
+    scenarios: list[str] = field(default_factory=list)
+    tools: list[str] = field(default_factory=list)
+
+    def lines(self) -> Iterator[str]:
+        """A sentence for each kind that is shared."""
+        for places, told in (
+            (self.dialogues, "are dialogues of the training data"),
+            (self.scenarios, "are of a scenario of the training data"),
+            (self.tools, "call tools that the training data calls: not a leak, but no new tools"),
+        ):
+            if places:
+                yield f"{len(places)} of {self.rows} rows {told}, such as {places[0]}"
+
+
+def shared_dialogues(
+    training: Sequence[Table], held_out: Table, catalogue: Mapping[str, Tool] | None = None
+) -> SharedDialogues | None:
+    """What the dialogues of a held-out table share with training; None without dialogues."""
+
+    def marks(row: Mapping[str, Any]) -> tuple[set[str], set[str], set[str]] | None:
+        try:
+            dialogue = as_dialogue(row, catalogue)
+        except ValueError:
+            return None
+        told = dialogue.get("metadata")
+        if not dialogue["tools"] and told is None:
+            return None  # no agent's data
+        told = told if isinstance(told, Mapping) else {}
+        scenario = dialogue.get("scenario") or told.get("scenario") or told.get("scenario_id")
+        said = [(it["role"], it["content"], called([it])) for it in dialogue["messages"]]
+        same = {json.dumps(said, ensure_ascii=False)}
+        same |= {str(row[key]) for key in ("dialog_id", "id") if isinstance(row.get(key), str)}
+        tools = set(called(dialogue["messages"]))
+        return same, {str(scenario)} if scenario else set(), tools
+
+    known: list[set[Any]] = [set(), set(), set()]
+    for table in training:
+        for row in table.rows:
+            for seen, more in zip(known, marks(row) or ((), (), ()), strict=True):
+                seen.update(more)
+    found = SharedDialogues(len(held_out.rows))
+    dialogues = False
+    for row, place in zip(held_out.rows, held_out.places, strict=True):
+        of_row = marks(row)
+        dialogues |= of_row is not None
+        kinds = (found.dialogues, found.scenarios, found.tools)
+        for places, seen, own in zip(kinds, known, of_row or ((), (), ()), strict=True):
+            if seen.intersection(own):
+                places.append(place)
+    return found if dialogues else None
 
 
 def near_pairs(

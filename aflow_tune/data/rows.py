@@ -37,6 +37,8 @@ class Table:
     total: int = 0
     """Rows in the files, faulty ones included."""
     faults: list[Fault] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """What was left out of `rows` and why, a line each."""
 
     @property
     def complete(self) -> bool:

@@ -28,7 +28,9 @@ from aflow_tune.gpus.devices import NvmlUnavailable, snapshot
 GIB = 2**30
 _PYTHONS = ">=3.11,<3.13"
 _TESTED = resources.files("aflow_tune.doctor") / "tested_cpu.txt"
-_SHOWN = ("trinity-rft", "verl", "agentscope", "ray", "torch", "transformers", "vllm")
+_SHOWN = ("trinity-rft", "verl", "agentscope", "ray", "torch", "transformers")
+_EXTRAS = ("vllm", "bitsandbytes")
+"""Also shown; not needed."""
 _MOST_NAMED = 8
 
 
@@ -51,7 +53,9 @@ def check_python() -> list[Line]:
 def check_versions(distribution: str = "aflow-tune") -> list[Line]:
     """Lines about the installed packages; `distribution` is the one whose requirements count."""
     installed = clashes.installed_versions()
-    lines = [ok("versions", ", ".join(f"{name} {installed.get(name, 'none')}" for name in _SHOWN))]
+    shown = installed | clashes.installed_versions(_EXTRAS)
+    told = ", ".join(f"{name} {shown.get(name, 'none')}" for name in (*_SHOWN, *_EXTRAS))
+    lines = [ok("versions", told)]
     for clash, found in clashes.known_clashes(installed):
         lines.append(fault("versions", f"{found}: {clash.reason}", clashes.cure_of(clash)))
     declared, wanted = clashes.requirements_of(distribution), {}

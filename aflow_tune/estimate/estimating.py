@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from aflow_tune.config.critic import uses_critic
 from aflow_tune.config.engine import choose_engine
 from aflow_tune.config.load import AflowConfig, load_config
 from aflow_tune.config.prepare import Purpose, prepare
@@ -96,6 +97,8 @@ def _estimate(
     names = {"model.model_path": config.model.model_path}
     for at, auxiliary in enumerate(config.explorer.auxiliary_models):
         names[f"explorer.auxiliary_models.{at}.model_path"] = str(auxiliary.model_path)
+    if config.engine != "local" and uses_critic(config):
+        names["model.critic_model_path"] = config.model.critic_model_path
     models = tuple(named_model(path, where(key)) for key, path in names.items())
     earlier = measured or Earlier.of(Path(config.checkpoint_job_dir))
     rolls_out, seen = config.mode in ("both", "colocate"), None
@@ -167,6 +170,7 @@ def _changes(
         ("local.micro_batch_tokens", 256, "more, smaller passes: a little slower"),
         ("local.max_batch", 4, "fewer sequences at once: slower"),
         ("local.dtype", "bf16", "less exact sums"),
+        ("local.load_in", "4bit", "rounded base weights: slower, and a little less exact"),
         ("trainer.max_token_len_per_gpu", limits_of(config)[2], "more, smaller passes"),
         ("trainer.offload_policy", True, "states in the machine's memory: slower steps"),
         ("explorer.rollout_model.gpu_memory_utilization", 0.95, "less room for others"),

@@ -16,11 +16,12 @@ x data parallel GPUs, the trainer all that is left.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trinity.algorithm import ALGORITHM_TYPE
 
+from aflow_tune.config.critic import uses_critic, verl_settings
 from aflow_tune.errors import BadInput, Fault
 from aflow_tune.estimate.local import lora_of
 from aflow_tune.estimate.needs import GIB, Need, Part
@@ -66,7 +67,7 @@ def gpu_needs(
     """The needs of trainer and engines, and the number of GPUs of the run.
 
     Args:
-        models: the policy and the auxiliary models.
+        models: the policy and the auxiliary models; last the critic, if there is one.
         gpus: from `gpus_of`; None: one for the trainer beside those of the engines.
         limit, host: bytes of a GPU, and of a machine's memory; None if not known.
 
@@ -79,7 +80,8 @@ def gpu_needs(
     if config.mode not in ("both", "train", "colocate"):
         return engines, all_gpus
     own = 1 if config.mode == "colocate" else all_gpus - taken
-    on_gpu, on_host = _trainer(config, models[0].shape, lengths, own, per_node)
+    critic = models[-1].shape.parameters if uses_critic(config) else 0
+    on_gpu, on_host = _trainer(config, models[0].shape, critic, lengths, own, per_node)
     trainer = Need("trainer", "GPU", on_gpu, own, limit, USABLE)
     memory = Need("trainer", "memory", on_host, math.ceil(own / per_node), host)
     if config.mode != "colocate":
@@ -96,9 +98,16 @@ def gpu_needs(
 
 
 def _trainer(
-    config: AflowConfig, shape: ModelShape, lengths: Lengths, gpus: int, per_node: int
+    config: AflowConfig,
+    shape: ModelShape,
+    critic: int,
+    lengths: Lengths,
+    gpus: int,
+    per_node: int,
 ) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """Parts on one of its `gpus`, over which the states are sharded, and in a node's memory."""
+    """Parts on one of its `gpus`, over which the states are sharded, and in a node's memory.
+    `critic`: parameters of PPO's second model, which has no adapter (trinity/trainer/verl/
+    trainer.py `_init_workers`); 0 for none."""
     where, trainer = config.positions.where, config.trainer
     lora, strategy = lora_of(config), trainer.trainer_strategy
     checks = (
@@ -111,8 +120,8 @@ def _trainer(
     ]
     if faults:
         raise BadInput("This trainer cannot be estimated.", faults)
-    fsdp = _verl_settings(trainer.trainer_config, "actor", "fsdp_config")
-    model = _verl_settings(trainer.trainer_config, "model")
+    fsdp = verl_settings(trainer.trainer_config, "actor", "fsdp_config")
+    model = verl_settings(trainer.trainer_config, "model")
     fsdp2 = strategy == "fsdp2"
     offload = fsdp2 and bool(fsdp.get("offload_policy", trainer.offload_policy))
     held = _DTYPES.get(str(fsdp.get("model_dtype", "fp32")), _FP32)
@@ -122,15 +131,14 @@ def _trainer(
     trained, base = weights, 0
     if lora is not None:
         trained, base = lora.parameters(shape) * (_BF16 if fsdp2 else held), weights
-    states = {"weights": base + trained, "gradients": trained, "optimizer": 2 * trained}
-    roles = ("policy", "critic") if algorithm.use_critic else ("policy",)
+    states = {
+        f"{role} {name}": size
+        for role, (frozen, own) in {"policy": (base, trained), "critic": (0, critic * held)}.items()
+        for name, size in (("weights", frozen + own), ("gradients", own), ("optimizer", 2 * own))
+        if frozen + own
+    }
     note = "" if gpus == 1 else f"1/{gpus} of it"
-    on_gpu = [
-        Part(f"{role} {name}", size / gpus, note)
-        for role in roles
-        for name, size in states.items()
-        if not offload
-    ]
+    on_gpu = [Part(name, size / gpus, note) for name, size in states.items() if not offload]
     # Layers gathered in bf16: the current one, the next one, and the root's embedding and head.
     # Their gradients exist once in bf16 and once in fp32, in which they are reduced
     # (MixedPrecisionPolicy: param_dtype bf16, reduce_dtype fp32), unless they are frozen.
@@ -183,22 +191,13 @@ def _tokens_at_once(config: AflowConfig, lengths: Lengths) -> int:
     return math.ceil(tokens * max(1.0, most / mean))
 
 
-def _verl_settings(settings: Any, *path: str) -> Mapping[str, Any]:
-    """A section of `trainer.trainer_config`, in verl's flat form or below actor_rollout_ref."""
-    at: Any = settings if isinstance(settings, dict) else {}
-    at = {**at, **(at.get("actor_rollout_ref") or {})}
-    for name in path:
-        at = at.get(name) or {}
-    return at
-
-
 # -- the engines ---------------------------------------------------------------------------
 
 
 def _engines(config: AflowConfig, models: Sequence[NamedModel], limit: float | None) -> list[Need]:
     """The needs of the rollout engines and of each auxiliary model's engines."""
     explorer, where = config.explorer, config.positions.where
-    if config.mode not in ("both", "explore", "bench", "serve", "colocate"):
+    if config.mode not in ("both", "explore", "bench", "pairs", "serve", "colocate"):
         return []
     named = [("explorer.rollout_model", explorer.rollout_model, "rollout")]
     for number, model in enumerate(explorer.auxiliary_models):

@@ -19,6 +19,7 @@ from aflow_tune.config.tasksets import read_taskset
 from aflow_tune.engines.local import llama
 from aflow_tune.engines.local.models import pick_device, pick_dtype
 from aflow_tune.engines.local.packed_model import CHUNK_ELEMENTS
+from aflow_tune.engines.local.quantised import BYTES
 from aflow_tune.estimate.needs import Need, Part
 from aflow_tune.estimate.quantities import Lengths, limits_of
 from aflow_tune.estimate.shapes import Lora, ModelShape, NamedModel, kept_per_token
@@ -74,10 +75,15 @@ def local_needs(
         dtype = "bf16"
     itemsize, on_cpu = pick_dtype(dtype, place).itemsize, place.type == "cpu"
     policy, lora = models[0], lora_of(config)
+    load_in = config.local.load_in if lora is not None else None
     mapped: set[str] = set()
     held: list[Part] = []
 
     def weights(name: str, model: NamedModel, written: bool) -> None:
+        if load_in is not None and model is policy:
+            size = quantised_bytes(policy.shape, itemsize, load_in)
+            held.append(Part(f"{name} weights", size, f"layers in {load_in}"))
+            return
         # On a CPU a file in the run's dtype is memory-mapped: its pages count once for all readers,
         # and weights that are trained in place become a copy of their own.
         shared = on_cpu and itemsize == model.stored_itemsize and not written
@@ -99,7 +105,8 @@ def local_needs(
         first = min(rows, max(tasks, evaluated)) * min(prompt, length)
         weights("sampler", policy, updated and not lora)
         work = (rows, length, total, first)
-        held += _sampler("sampler", policy, work, itemsize, on_cpu, lora, updated=updated)
+        kinds: dict[str, Any] = {"updated": updated, "load_in": load_in}
+        held += _sampler("sampler", policy, work, itemsize, on_cpu, lora, **kinds)
         for number, settings in enumerate(config.explorer.auxiliary_models):
             model, name = models[number + 1], settings.name or f"auxiliary model {number}"
             length = settings.max_model_len or longest
@@ -109,13 +116,18 @@ def local_needs(
     if config.mode in ("both", "train"):
         step = TrainStep(config, SimpleNamespace(keep_reference=lambda: None))  # type: ignore[arg-type]
         weights("trainer", policy, lora is None)
+        if step.uses_critic:
+            tokens = runs * lengths.calls.ceiling() * lengths.response.ceiling()
+            size = 2.0 * tokens * policy.shape.hidden * _FP32
+            held.append(Part("hidden states for the value head", size, f"{tokens:.0f} tokens"))
         if step.needs_reference and lora is None:
             weights("reference policy", policy, False)
         held += trained_states(policy.shape, itemsize, lora)
         at_once = [*_step(config, policy.shape, lengths, step.loss, lora, itemsize, on_cpu)]
         held += at_once
         if config.trainer.save_hf_checkpoint != "never" and on_cpu:
-            beyond = _export(policy, itemsize, lora) - sum(part.size for part in at_once)
+            again = itemsize != policy.stored_itemsize or load_in is not None
+            beyond = _export(policy, again, lora) - sum(part.size for part in at_once)
             held.append(Part("export", max(0.0, beyond), "at the end, beyond what a step takes"))
     held = [part for part in held if part.size]
     # Only training on rollouts runs on Ray.
@@ -156,13 +168,14 @@ def _sampler(
     lora: Lora | None,
     *,
     updated: bool,
+    load_in: str | None = None,
 ) -> Iterator[Part]:
     """What one sampler holds beside its weights. `work`: sequences at once, tokens of the longest
     one, of all distinct ones between two updates, and of all prompts prefilled at once."""
     rows, length, total, prefilled = work
     shape, waste = model.shape, WASTE if on_cpu else 1.0
     token = shape.kv_elements_per_token * itemsize
-    packed = packed_bytes(model, lora, itemsize, on_cpu, updated=updated)
+    packed = packed_bytes(model, lora, itemsize, on_cpu, updated=updated, load_in=load_in)
     yield Part(f"{name} packed weights", packed, "old and new at an update")
     # While the cache grows, the old one exists beside the new one.
     cache = 2.0 * rows * length * token
@@ -178,17 +191,32 @@ def _sampler(
     yield Part(f"{name} forward pass", forward * waste)
 
 
+def quantised_bytes(shape: ModelShape, itemsize: int, load_in: str) -> float:
+    """Bytes of the weights of a base in 4 or 8 bits (`engines/local/quantised.py`), with the weight
+    that one product at a time is computed with."""
+    count, largest = shape.linear_parameters, max(x.inputs * x.outputs for x in shape.linears)
+    scales = _FP32 * sum(x.outputs for x in shape.linears) if load_in == "8bit" else 0
+    return count * BYTES[load_in] + scales + (shape.parameters - count + largest) * itemsize
+
+
 def packed_bytes(
-    model: NamedModel, lora: Lora | None, itemsize: int, on_cpu: bool, *, updated: bool
+    model: NamedModel,
+    lora: Lora | None,
+    itemsize: int,
+    on_cpu: bool,
+    *,
+    updated: bool,
+    load_in: str | None = None,
 ) -> float:
     """Bytes of the lean decoder's own copies of weights (`llama._pack`). On a CPU: of the head, and
-    of every linear layer, twice during an update. On a GPU: of joined q, k, v; merged adapters."""
+    of every linear layer, twice during an update. On a GPU: of joined q, k, v; merged adapters.
+    Quantised layers are not copied."""
     shape, joined = model.shape, ("q_proj", "k_proj", "v_proj")
     if not shape.lean:
         return 0.0
     copied = sum(
         linear.inputs * linear.outputs
-        for linear in shape.linears
+        for linear in (() if load_in else shape.linears)
         if on_cpu
         or linear.path.endswith(joined)
         or (updated and lora is not None and lora.adapts(linear.path))
@@ -229,7 +257,7 @@ def _step(
 
     The micro-batch is filled as `packing.micro_batches` does: rollouts of a task share the prompt
     of their first call, later calls have prompts of their own, unless a rehearsal showed what is
-    shared. A rollout stays in one micro-batch, as does a whole task if the loss needs its group. A
+    shared. A rollout stays in one micro-batch. A
     row of `mode: train` is a sample or a pair.
 
     Attention repeats shared prompts, so its keys count by rows; each layer builds its mask, one
@@ -249,7 +277,6 @@ def _step(
     task = prompts + repeats * calls * response
     run = calls * min(most, lengths.longest_prompt + lengths.longest_response)
     tokens = min(tasks * task, max(config.local.micro_batch_tokens, run))
-    tokens = task if loss.per_group else tokens
     share = tokens / task
     keys = (prompt + (repeats + later) * length) / task
     pairs = share * (prompt**2 + repeats * response * length + later * length**2)
@@ -271,10 +298,10 @@ def _step(
     yield Part("logits", logits * waste, f"{scored:.0f} scored tokens")
 
 
-def _export(model: NamedModel, itemsize: int, lora: Lora | None) -> float:
-    """What `export.write_merged` adds: the model once more in its file's dtype, plus a copy of the
-    weights that it overwrites. Pages that the run has mapped already do not count again."""
+def _export(model: NamedModel, again: bool, lora: Lora | None) -> float:
+    """What `checkpoint.write_merged` adds: the model once more in its file's dtype, plus a copy of
+    the weights that it overwrites. Pages that the run has mapped already do not count `again`."""
     shape, stored = model.shape, model.stored_itemsize
     written = shape.linear_parameters if lora else shape.parameters
-    mapped = 0 if itemsize == stored and lora else shape.parameters
+    mapped = shape.parameters if again or lora is None else 0
     return float((written + mapped) * stored)

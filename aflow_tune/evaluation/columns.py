@@ -33,7 +33,7 @@ from aflow_tune.contract.signature import check_functions
 from aflow_tune.engines.local.checkpoint import fingerprint, kind_of
 from aflow_tune.engines.trinity.rollout.endpoint import base_url
 from aflow_tune.errors import BadInput, Fault
-from aflow_tune.evaluation.trained import load_trained
+from aflow_tune.evaluation.trained import RESOLVED, load_trained, stage_folders, trained_run
 from aflow_tune.files import write_json
 from aflow_tune.report.evaluation import best_step
 from aflow_tune.runs.folder import STEP_PREFIX, checkpoints
@@ -131,8 +131,8 @@ class Request:
     cache: Path | None = None
 
 
-def make_plan(request: Request, run_dir: Path) -> Plan:
-    """The columns and comparisons of a request.
+def make_plan(request: Request, run_dir: Path, model: str | None = None) -> Plan:
+    """The columns and comparisons of a request; `model` is the configured one.
 
     Without `checkpoints`, `compare` and `served_models`, the newest checkpoint of the run folder is
     added to the base model, if there is one. The two sides of `compare` are compared first; then
@@ -148,13 +148,13 @@ def make_plan(request: Request, run_dir: Path) -> Plan:
     saved = checkpoints(run_dir) if run_dir.is_dir() else []
 
     def find(name: str, option: str) -> Side:
-        found = _find_side(base, served, run_dir, saved, name)
+        found = _find_side(base, served, run_dir, saved, name, model)
         if isinstance(found, Side):
             return found
         steps = ", ".join(str(checkpoint.step) for checkpoint in saved) or f"none in {run_dir}"
         expected = (
-            f"base, last, best, a step ({steps}), a folder with weights or an operator graph, "
-            "workflow:FILE.py:FUNCTION, a YAML, or a model named by --model"
+            f"base, last, best, a step ({steps}), a stage, a folder with weights or an operator "
+            "graph, workflow:FILE.py:FUNCTION, a YAML, or a model named by --model"
         )
         faults.append(Fault(f"{option} {name}", expected, found, "name one of these"))
         return base
@@ -218,7 +218,12 @@ def _settings(request: Request, faults: list[Fault]) -> list[Column]:
 
 
 def _find_side(
-    base: Side, served: Sequence[str], run_dir: Path, saved: Sequence[Checkpoint], name: str
+    base: Side,
+    served: Sequence[str],
+    run_dir: Path,
+    saved: Sequence[Checkpoint],
+    name: str,
+    model: str | None,
 ) -> Side | str:
     """The side for a name on the command line, or a text that says what was found instead."""
     path = Path(name).expanduser()
@@ -246,17 +251,32 @@ def _find_side(
         return _of_run(by_step[step], "best") if step else "no checkpoint was evaluated"
     if name.isdigit() and int(name) in by_step:
         return _of_run(by_step[int(name)])
+    of_chain = {stage.name: stage for stage in stage_folders(run_dir.parent)}
+    path = of_chain.get(name, path)
     if not path.is_dir():
         return "no such checkpoint"
     path = path.resolve()
     if kind_of(path) is None:
-        of_run = checkpoints(path)
-        if not of_run:
+        other, of_run = trained_run(path)
+        if other is None:
             return "a folder without weights"
+        merged = other / "export" / "merged"
+        if kind_of(merged) is not None and _model_of(other) not in (None, model):
+            # Its adapters belong to another base model, as those of another stage do.
+            return base if str(merged) == model else Side(other.name, weights=merged)
         return replace(_of_run(of_run[-1]), name=f"{path.name}, step {of_run[-1].step}")
     if path.parent == run_dir.resolve() and re.fullmatch(rf"{STEP_PREFIX}\d+", path.name):
         return _of_run(Checkpoint(int(path.name.removeprefix(STEP_PREFIX)), path))
     return Side("/".join(path.parts[-2:]), weights=path)
+
+
+def _model_of(run_dir: Path) -> str | None:
+    """The model that a run began with; None if its `resolved.yaml` does not tell."""
+    try:
+        text = (run_dir / RESOLVED).read_text(encoding="utf-8")
+        return str(yaml.safe_load(text)["model"]["model_path"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return None
 
 
 def _of_run(checkpoint: Checkpoint, name: str = "") -> Side:
@@ -329,6 +349,8 @@ def column_folder(out: Path, column: Column, source: Source, request: Request) -
     model = config.explorer.rollout_model
     sizes = ("max_model_len", "max_prompt_tokens", "max_response_tokens", "enable_thinking")
     local = {"dtype": config.local.dtype, "deterministic": config.deterministic}
+    if config.local.load_in is not None:
+        local["load_in"] = config.local.load_in
     identity = {
         "model": side.served_model or config.model.model_path,
         "endpoint": base_url(request.endpoint) if request.endpoint else None,

@@ -110,7 +110,7 @@ def evaluate(request: Request, progress: EvalProgress) -> tuple[Result, Path]:
     local_model = request.endpoint is None
     prepare(config, Purpose.EVALUATE, workflow=workflow, judge=judge, local_model=local_model)
     run_dir = Path(config.get_checkpoint_job_dir())
-    plan = make_plan(request, run_dir)
+    plan = make_plan(request, run_dir, config.model.model_path)
     if request.endpoint is not None:
         names = [column.side.served_model for column in plan.columns]
         served = list(dict.fromkeys(name for name in names if name))

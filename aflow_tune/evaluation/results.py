@@ -19,18 +19,26 @@ from aflow_tune.report.charts import number
 from aflow_tune.report.evaluation import (
     Comparison,
     Evaluation,
+    Paired,
     Price,
     callers,
     compare,
     cost,
+    mean_by_item,
+    pair,
     per_solved,
     usage_of,
 )
 from aflow_tune.report.page import TONES, plain_text, write_page
 from aflow_tune.report.quantities import TRACE_METRICS
 from aflow_tune.report.records import EvalRecord
-from aflow_tune.report.statistics import Interval, mean, standard_deviation
+from aflow_tune.report.statistics import (
+    Interval,
+    share_or_mean_interval,
+    standard_deviation,
+)
 from aflow_tune.scoring.rewards import efficiency, target_tools, timing, tool_accuracy
+from aflow_tune.scoring.turns import MEASURES, task_type_of
 from aflow_tune.sections import AgentRewardSection
 
 VERSION = 1
@@ -44,7 +52,8 @@ class Cell:
     """One column on one task set, with the statistics of its records.
 
     `pass_at`: pass@k over scored rollouts; `pass_at_all`: with failed ones as unsolved (empty if
-    none failed); `measures`: the interval over items of the reward and each recorded metric.
+    none failed); `measures`: the interval over items of the reward and each recorded metric;
+    `agents`: the measures of tool use over all tasks, and `agents_by_type` those of each task type.
 
     Args:
         rows: those of the task set, by item.
@@ -77,7 +86,13 @@ class Cell:
         self.cost = cost(records, price)
         self.callers = callers(records)
         self.measures = {name: evaluation.metric_interval(name) for name in names}
-        self.agents = measure_agents(records, rows, solved_at)
+        self.agent_values = agent_values(records, rows, solved_at)
+        self.agents = {name: Spread.of(of) for name, of in self.agent_values.items()}
+        self.types = types_of(rows)
+        self.agents_by_type = {
+            kind: {name: Spread.of(only(of, items)) for name, of in self.agent_values.items()}
+            for kind, items in self.types.items()
+        }
         self.findings = audit_evaluation(evaluation, f" ({column.name})")
         self.tokens_per_solved = per_solved(self.usage.total_tokens, self.solved)
         self.cost_per_solved = per_solved(self.cost.total, self.solved)
@@ -106,7 +121,11 @@ class Cell:
             },
             "callers": self.callers,
             "measures": self.measures,
-            "agents": self.agents,
+            "agents": {name: asdict(found) for name, found in self.agents.items() if found},
+            "agents_by_type": {
+                kind: {name: asdict(found) for name, found in of.items() if found}
+                for kind, of in self.agents_by_type.items()
+            },
             "warnings": self.findings,
         }
 
@@ -119,6 +138,19 @@ class Difference:
     before: Column
     after: Column
     comparison: Comparison | None
+    agents: Mapping[str, Paired]
+    """The measures of tool use on the tasks that both sides have: `NAME`, or `NAME, TASK TYPE`."""
+
+    @classmethod
+    def of(cls, taskset: str, before: Cell, after: Cell) -> Difference:
+        comparison = compare(before.evaluation, after.evaluation)
+        agents = {}
+        for kind, items in [(None, None), *before.types.items()]:
+            for name in before.agent_values.keys() & after.agent_values.keys():
+                found = pair(*(only(cell.agent_values[name], items) for cell in (before, after)))
+                if found is not None:
+                    agents[f"{name}, {kind}" if kind else name] = found
+        return cls(taskset, before.column, after.column, comparison, dict(sorted(agents.items())))
 
     @property
     def tone(self) -> str:
@@ -141,6 +173,10 @@ class Difference:
             found |= asdict(self.comparison.primary)
             found["direction"] = self.comparison.direction
             found["items_left_out"] = self.comparison.left_out
+        found["agents"] = {
+            name: {**asdict(paired), "direction": paired.direction}
+            for name, paired in self.agents.items()
+        }
         return found
 
 
@@ -160,9 +196,9 @@ class Result:
         self.columns, self.cells, self.warnings = plan.columns, cells, warnings
         self.every = [cell for of_set in cells.values() for cell in of_set]
         self.differences = [
-            Difference(name, before, after, compare(of[before], of[after]))
+            Difference.of(name, of[before], of[after])
             for name, of_set in cells.items()
-            for of in [{cell.column: cell.evaluation for cell in of_set}]
+            for of in [{cell.column: cell for cell in of_set}]
             for before, after in plan.pairs
         ]
 
@@ -218,12 +254,38 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def measure_agents(
+@dataclass(frozen=True)
+class Spread:
+    """A measure over `count` tasks: their mean with its 95% interval and standard deviation."""
+
+    mean: float
+    std: float | None
+    count: int
+    low: float | None
+    high: float | None
+
+    @classmethod
+    def of(cls, by_item: Mapping[int, float]) -> Spread | None:
+        """Of the value of each task; None if there are none."""
+        values = list(by_item.values())
+        shares = all(0 <= value <= 1 for value in values)
+        found = share_or_mean_interval(values, shares=shares)
+        if found is None:
+            return None
+        return cls(found.mean, standard_deviation(values), found.count, found.low, found.high)
+
+    def text(self) -> str:
+        spread = "" if self.std is None else f" ± {self.std:.3f}"
+        bounds = "" if self.low is None else f"{self.low:.3f} to {self.high:.3f}, "
+        return f"{self.mean:.3f}{spread} ({bounds}n = {self.count})"
+
+
+def agent_values(
     records: Sequence[EvalRecord], rows: Mapping[int, Mapping[str, Any]], solved_at: float
-) -> dict[str, dict[str, Any]]:
-    """Five measures of tool use, over the rollouts that did not fail on rows with `target_tools`
-    (names of tools, may be empty); {} without such rows. For each: the `mean` (None without
-    rollouts), the `std` (None for fewer than two) and the `count`.
+) -> dict[str, dict[int, float]]:
+    """The measures of tool use, by task: of each measure the mean over the task's rollouts that did
+    not fail. A rollout has those that it recorded (`aflow_tune.scoring.turns.MEASURES`). One that
+    recorded none, on a row with `target_tools` (names of tools, may be empty), has these:
 
     - tool_selection_accuracy: F1 of the set of tools called against `target_tools`; if that is
       empty, 1 if none was called, else 0.5.
@@ -233,29 +295,46 @@ def measure_agents(
     - timing_precision: 1 if tools were called and wanted, or neither; else 0.
     - end_to_end_success: 1 for a score of at least `solved_at`, else 0; scored rollouts only.
     """
-    values: dict[str, list[float]] = defaultdict(list)
+    values: dict[str, list[tuple[int, float | None]]] = defaultdict(list)
     for record in records:
         row = rows.get(record.item, {})
-        if row.get("target_tools") is None or record.failure is not None:
+        if record.failure is not None:
             continue
-        wanted = target_tools(row["target_tools"])
-        called = [str(tool.get("name")) for call in record.calls for tool in call.get("tools", ())]
-        steps = sum(not call.get("failed") for call in record.calls)
-        optimal = int(row.get("optimal_steps") or AgentRewardSection().optimal_steps)
-        values["tool_selection_accuracy"].append(tool_accuracy(called, wanted))
-        values["plan_success_rate"].append(float(set(wanted) <= set(called)))
-        values["step_efficiency"].append(efficiency(steps, optimal))
-        values["timing_precision"].append(timing(called, wanted))
-        solved = [] if record.score is None else [float(record.score >= solved_at)]
-        values["end_to_end_success"] += solved
-    return {
-        name: {
-            "mean": mean(found) if found else None,
-            "std": standard_deviation(found),
-            "count": len(found),
+        found: dict[str, float | None] = {
+            name: record.metrics[name] for name in MEASURES if name in record.metrics
         }
-        for name, found in values.items()
-    }
+        if not found and row.get("target_tools") is not None:
+            wanted = target_tools(row["target_tools"])
+            called = [str(tool.get("name")) for c in record.calls for tool in c.get("tools", ())]
+            steps = sum(not call.get("failed") for call in record.calls)
+            optimal = int(row.get("optimal_steps") or AgentRewardSection().optimal_steps)
+            found = {
+                "tool_selection_accuracy": tool_accuracy(called, wanted),
+                "plan_success_rate": float(set(wanted) <= set(called)),
+                "step_efficiency": efficiency(steps, optimal),
+                "timing_precision": timing(called, wanted),
+                "end_to_end_success": (
+                    None if record.score is None else float(record.score >= solved_at)
+                ),
+            }
+        for name, value in found.items():
+            values[name].append((record.item, value))
+    by_item = {name: mean_by_item(values[name]) for name in MEASURES if name in values}
+    return {name: found for name, found in by_item.items() if found}
+
+
+def types_of(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, set[int]]:
+    """The items of each task type, in the order of the types' names; {} without types."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for item, row in rows.items():
+        if (kind := task_type_of(row)) is not None:
+            found[kind].add(item)
+    return dict(sorted(found.items()))
+
+
+def only(values: Mapping[int, float], items: set[int] | None) -> dict[int, float]:
+    """The values of these items; None: of all."""
+    return {item: value for item, value in values.items() if items is None or item in items}
 
 
 # Display
@@ -279,12 +358,8 @@ def rows(cells: Sequence[Cell], score: str) -> list[tuple[str, list[str]]]:
         parts = [number(sum(known))] if known or not unknown else []
         return " + ".join(parts + [f"{UNKNOWN} ({role})" for role in unknown])
 
-    def agent(cell: Cell, name: str) -> str:
-        measure = cell.agents.get(name)
-        if measure is None or measure["mean"] is None:
-            return NOTHING
-        spread = "" if measure["std"] is None else f" ± {measure['std']:.3f}"
-        return f"{measure['mean']:.3f}{spread} (n = {measure['count']})"
+    def agent(found: Spread | None) -> str:
+        return NOTHING if found is None else found.text()
 
     def failures(cell: Cell) -> str:
         kinds = cell.evaluation.failures.items()
@@ -293,8 +368,16 @@ def rows(cells: Sequence[Cell], score: str) -> list[tuple[str, list[str]]]:
     levels = list(cells[0].pass_at)
     any_failed = any(cell.pass_at_all for cell in cells)
     names = dict.fromkeys(name for cell in cells for name in cell.measures)
-    shown = [name for name in names if name != score and not name.startswith(TRACE_METRICS)]
-    agents = dict.fromkeys(name for cell in cells for name in cell.agents)
+    agents = [name for name in MEASURES if any(name in cell.agents for cell in cells)]
+    types = dict.fromkeys(kind for cell in cells for kind in cell.types)
+    apart = {score, *agents, *(f"{kind}/{name}" for kind in types for name in agents)}
+    shown = [n for n in names if n not in apart and not n.startswith(TRACE_METRICS)]
+    of_types = [
+        (name, kind)
+        for name in agents
+        for kind in types
+        if any(cell.agents_by_type.get(kind, {}).get(name) for cell in cells)
+    ]
     table: list[tuple[str, Callable[[Cell], str]]] = [
         (f"held-out score ({score})", lambda cell: interval(cell.score)),
         *((f"pass@{k}", lambda cell, k=k: interval(cell.pass_at[k])) for k in levels),
@@ -316,7 +399,16 @@ def rows(cells: Sequence[Cell], score: str) -> list[tuple[str, list[str]]]:
             (name, lambda cell, name=name: interval(cell.measures.get(name)))
             for name in shown[:_MOST_MEASURES]
         ),
-        *((name, lambda cell, name=name: agent(cell, name)) for name in agents),
+        *((name, lambda cell, name=name: agent(cell.agents.get(name))) for name in agents),
+        *(
+            (
+                f"{name}, {kind}",
+                lambda cell, name=name, kind=kind: agent(
+                    cell.agents_by_type.get(kind, {}).get(name)
+                ),
+            )
+            for name, kind in of_types
+        ),
     ]
     return [(label, [text(cell) for cell in cells]) for label, text in table]
 
@@ -347,6 +439,8 @@ def print_result(result: Result, console: Any) -> None:
         place = f"{difference.taskset}, " if len(result.cells) > 1 else ""
         name = f"{place}{difference.before.name} -> {difference.after.name}"
         say(f"{name}: {' '.join(difference.sentences())}")
+        for measure, paired in difference.agents.items():
+            say(f"  {measure} went {paired.numbers()}")
     for cell in result.every:
         for finding in cell.findings:
             say(f"warning: {finding}")

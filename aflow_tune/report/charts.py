@@ -17,6 +17,7 @@ from aflow_tune.report.evaluation import Evaluations
 from aflow_tune.report.metrics import MetricsLine, series
 from aflow_tune.report.quantities import (
     ENTROPY,
+    EXPLAINED_VARIANCE,
     GRADIENT_NORM,
     GROUP_HEALTH,
     KL,
@@ -293,6 +294,7 @@ def charts(lines: Sequence[MetricsLine], evaluations: Evaluations) -> list[dict[
         Chart("KL", "as the algorithm logs it", plain(KL)),
         Chart("Entropy", "nats a token", plain(ENTROPY)),
         Chart("Gradient norm", "before clipping", plain(GRADIENT_NORM), "zero"),
+        Chart("Explained variance", "of the returns by the critic", plain(EXPLAINED_VARIANCE)),
         Chart("Sampler against trainer", mismatch, logged({MISMATCH: "mismatch"}), "zero"),
         Chart("Learning rate", "", plain(LEARNING_RATE), "zero"),
         Chart("Length of the responses", "tokens", logged(_LENGTHS), "zero"),

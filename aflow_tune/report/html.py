@@ -47,6 +47,8 @@ REPORT_NAME = "report.html"
 CHAIN_FILE = "chain.json"
 COUNTS_FILE = "harvest.json"
 """The file with the counts of a harvest."""
+CORESET_FILE, REPLAY_FILE = "coreset.json", "replay.json"
+"""Which rows a run on a data set learns from; `told` says it in a line."""
 
 _FACTS = {
     "workflow": "workflow",
@@ -101,7 +103,7 @@ def write_report(
         if not callable(value)
     }
     told = dict(settings)
-    if settings.get("mode") in ("bench", "harvest"):  # these modes do not use it
+    if settings.get("mode") in ("bench", "harvest", "pairs"):  # these modes do not use it
         told.pop("algorithm.algorithm_type", None)
     harvest = {}
     with contextlib.suppress(OSError, ValueError):
@@ -112,7 +114,7 @@ def write_report(
         "report.html.jinja",
         title=run_dir.resolve().name,
         run_dir=str(run_dir),
-        facts=[*facts, *gpu_facts(read.lines)],
+        facts=[*facts, *_data_facts(run_dir), *gpu_facts(read.lines)],
         score=settings.get("report.score", "reward"),
         steps=_steps_done(read.lines),
         read=read,
@@ -126,6 +128,16 @@ def write_report(
         python=repr,
         shell=shlex.quote,
     )
+
+
+def _data_facts(run_dir: Path) -> list[tuple[str, str]]:
+    """What a run on a data set says about the rows that it learned from."""
+    facts = []
+    for name in (CORESET_FILE, REPLAY_FILE):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            told = json.loads((run_dir / name).read_text(encoding="utf-8"))["told"]
+            facts.append((name.removesuffix(".json"), told))
+    return facts
 
 
 def summary_text(run_dir: Path, report: Path) -> str:
@@ -142,6 +154,7 @@ def summary_text(run_dir: Path, report: Path) -> str:
         sentences.append(f"Failed rollouts in training: {listed}.")
     if read.written is not None:
         sentences.append(summary_line(read.written))
+    sentences += [f"{name}: {told}" for name, told in _data_facts(run_dir)]
     sentences += [f"Audit: {finding}" for finding in read.findings]
     if not read.findings:
         sentences.append(f"Audit: nothing found ({', '.join(read.checks)}).")

@@ -24,6 +24,8 @@ LOSS = ("actor/final_loss", "actor/pg_loss", "actor/loss")
 KL = ("actor/ppo_kl", "actor/kl_loss", "actor/kl")
 ENTROPY = ("actor/entropy_loss", "actor/entropy")
 GRADIENT_NORM = ("actor/grad_norm",)
+EXPLAINED_VARIANCE = ("critic/vf_explained_var",)
+"""Of PPO's returns by its critic, before the critic is fitted to them; verl's name."""
 MISMATCH = "rollout/mismatch"
 """Mean absolute difference of sampler's and trainer's logprobs of a fixed text, after a sync."""
 LEARNING_RATE = ("actor/lr",)

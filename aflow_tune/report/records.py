@@ -38,7 +38,8 @@ class EvalRecord:
 
     `score` is None if the rollout failed or could not be scored; then `failure` is the kind and
     `reason` a text (at most `MAX_REASON` characters). `item` is the row of the data set.
-    `transcript` lists calls: caller, messages, response, tokens.
+    `transcript` lists answered calls: `caller`, `messages`, `response` (its text), `tokens`, and if
+    they apply `tools` (offered ones), `calls` (of tools), `reward` (of the step), `truncated`.
 
     `calls` lists every call of the tuned model in order of start: `caller`, `prompt_tokens`,
     `tokens` (sampled; both None if the server reports none), and if they apply `truncated`,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +25,17 @@ from aflow_tune.config.settings import Change
 from aflow_tune.config.tasksets import materialise_tasksets, merge_mix
 from aflow_tune.config.validate import check_data, check_run_prompts, needs_workflow
 from aflow_tune.contract.signature import check_functions
+from aflow_tune.data.coreset import count_of
 from aflow_tune.engines.local.checkpoint import verify_checkpoint
+from aflow_tune.engines.trinity.memory import (
+    Rehearsal,
+    choose_coreset,
+    join_buffer,
+    open_rehearsal,
+)
 from aflow_tune.engines.trinity.readers import (
+    Experiences,
+    hand_over,
     left_out_warning,
     materialise_experiences,
     open_experiences,
@@ -49,6 +59,7 @@ from aflow_tune.report.evaluation import FOLDER, load_evaluations
 from aflow_tune.report.html import summary_text, write_report
 from aflow_tune.report.metrics import read_metrics, rewind_metrics
 from aflow_tune.report.panel import Panel
+from aflow_tune.running.pairing import write_pairs
 from aflow_tune.running.stopping import until_stopped
 from aflow_tune.runs.folder import (
     MAX_ERROR,
@@ -213,12 +224,17 @@ class Run:
             give_engine_settings(config)
         if self.workflow_func is None:
             return
-        functions, folders = (self.workflow_func, self.judge_func), self.run_dir / FOLDER
-        arguments = adapter_arguments(config, *functions, self.spend, folders, self.run_dir)
+        arguments = self._arguments(self.run_dir)
         inputs = config.buffer.explorer_input
         for taskset in [*inputs.tasksets, *inputs.eval_tasksets]:
             taskset.workflow_args.update(arguments)
         merge_mix(config, self.run_dir)
+
+    def _arguments(self, run_dir: Path | None = None) -> dict[str, Any]:
+        """The adapter's settings; `run_dir`: where what training rollouts keep is recorded."""
+        assert self.workflow_func is not None
+        functions, folder = (self.workflow_func, self.judge_func), self.run_dir / FOLDER
+        return adapter_arguments(self.config, *functions, self.spend, folder, run_dir)
 
     def _rows(self) -> tuple[int, int, str]:
         """Rows to train on, rows per step, and the key that sets the latter."""
@@ -296,9 +312,15 @@ class DataRun(Run):
         return super()._target()
 
     def _rows(self) -> tuple[int, int, str]:
-        of_files = isinstance(self.reader, BatchFiles)
+        of_files, there = isinstance(self.reader, BatchFiles), len(self.reader)
         size = 1 if of_files else self.config.buffer.train_batch_size
-        return len(self.reader), size, "buffer.train_batch_size"
+        part = self.config.coreset.size
+        rows = there if part is None else count_of(part, there)
+        if rows > there:
+            title, where = "The data set is smaller.", self.config.positions.where("coreset.size")
+            expected = f"at most {there}, the rows that can be learned from"
+            raise BadInput.of(title, where, expected, str(rows), f"size: {there}")
+        return rows, size, "buffer.train_batch_size"
 
     def _rewind(self) -> None:
         """On Trinity's engines the trainer itself keeps the position in the data."""
@@ -308,10 +330,24 @@ class DataRun(Run):
 
     def _engine(self, phase: Phase, stop: Stop) -> int:
         if self.config.engine == "trinity":
+            if isinstance(self.reader, Experiences):
+                hand_over(self.reader, self.config, self.target)
             return super()._engine(phase, stop)
         from aflow_tune.engines.trinity.inline import InlineRun
 
-        return asyncio.run(InlineRun(self.config, self.target, phase, stop, self.reader).run())
+        config, choose = self.config, None
+        reader: Experiences | BatchFiles | Rehearsal = self.reader
+        if isinstance(reader, Experiences):  # without them `config.rules` refuses these sections
+            if config.coreset.size is not None:
+                choose = functools.partial(choose_coreset, config, reader)
+            if config.replay.buffer is not None:
+                reader = open_rehearsal(config, reader)
+        return asyncio.run(InlineRun(config, self.target, phase, stop, reader, choose).run())
+
+    def _prove(self, reached: int, stopped: bool, spent: bool) -> None:
+        super()._prove(reached, stopped, spent)
+        if self.config.replay.buffer is not None and isinstance(self.reader, Experiences):
+            join_buffer(self.config, self.reader)
 
 
 class _Stepless(Run):
@@ -432,9 +468,7 @@ class BenchRun(_Stepless):
     ) -> int:
         """Evaluate the weights of one step; returns the number of new rollouts."""
         config, made, folder = self.config, 0, self.run_dir / FOLDER
-        assert self.workflow_func is not None
-        functions = self.workflow_func, self.judge_func
-        arguments = adapter_arguments(config, *functions, self.spend, folder)
+        arguments = self._arguments()
         for taskset in config.buffer.explorer_input.eval_tasksets:
             of_set, samples = {taskset.name: tasks[taskset.name]}, taskset.repeat_times
             batch = Batch(None, [], arguments, folder, step)
@@ -491,7 +525,48 @@ class BenchRun(_Stepless):
             super()._write_end(status, error)
 
 
-MODES = {"train": DataRun, "bench": BenchRun, "harvest": HarvestRun, "serve": ServeRun}
+class PairsRun(BenchRun):
+    """`mode: pairs`: samples `algorithm.repeat_times` answers to each training task, which
+    `prepare` has made the evaluated ones, and writes preference pairs, see `pairing.py`."""
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """As `Run.claimed`: never a guest in another run's folder."""
+        self._done = set()
+        with Run.claimed(self):
+            yield
+
+    def _weights(self) -> dict[int, Path | None]:
+        return {0: None}
+
+    def _arguments(self, run_dir: Path | None = None) -> dict[str, Any]:
+        """With the calls of all tasks in their records."""
+        return {**super()._arguments(run_dir), "transcripts": sys.maxsize}
+
+    def _engine(self, phase: Phase, stop: Stop) -> int:
+        if self.config.engine == "local":
+            return super()._engine(phase, stop)
+        self.config.mode = "bench"  # for Trinity, which knows no `pairs`
+        try:
+            return super()._engine(phase, stop)
+        finally:
+            self.config.mode = "pairs"
+
+    def _prove(self, reached: int, stopped: bool, spent: bool) -> None:
+        super()._prove(reached, stopped, spent)
+        found = load_evaluations(self.run_dir)
+        names = [taskset.name for taskset in self.config.buffer.explorer_input.eval_tasksets]
+        records = [record for name in names for record in found[name][0].records]
+        print(write_pairs(self.run_dir, records), flush=True)
+
+
+MODES = {
+    "train": DataRun,
+    "bench": BenchRun,
+    "harvest": HarvestRun,
+    "pairs": PairsRun,
+    "serve": ServeRun,
+}
 
 
 def make_run(

@@ -111,6 +111,7 @@ class Trials:
                     model.chat_template,
                     [getattr(model, size) for size in sizes],
                     asdict(inputs.eval_tasksets[0].rollout_args),
+                    *([config.local.load_in] if config.local.load_in else []),
                 ]
                 if as_policy
                 else None,

@@ -1,8 +1,9 @@
-"""Computes rewards: their settings, weighted parts, and the two rewards that ship with the package.
+"""Computes rewards: their settings, weighted parts, and two rewards that ship with the package.
 
 `five_part` rewards a correct, cheap, simple, well-formed answer without repetition; `agent_reward`
-rewards the right use of tools. Each part is in [0, 1], or None if unknown; then its weight is
-spread over the others. An answer that cannot be scored has no reward (`Unscored`).
+rewards the right use of tools (`turns.turn_reward`: in one turn that has a gold answer). Each part
+is in [0, 1], or None if unknown; then its weight is spread over the others. An answer that cannot
+be scored has no reward (`Unscored`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,14 @@ from aflow_tune.trace import ModelCall, OperatorCall, Trace
 WEIGHTS = {
     "five_part": ("correctness", "efficiency", "simplicity", "format", "repetition"),
     "agent": ("completion", "accuracy", "efficiency", "timing", "format"),
+    "turns": (
+        "tool_selection_accuracy",
+        "plan_success_rate",
+        "step_efficiency",
+        "timing_precision",
+        "argument_correctness",
+        "end_to_end_success",
+    ),
 }
 """The names of each reward's weights in its section, in the order of its parts."""
 _POSITIVE = ("usd_limit", "token_limit", "seconds_limit", "operator_limit", "optimal_steps")

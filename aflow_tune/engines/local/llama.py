@@ -3,6 +3,7 @@
 Same arithmetic as Hugging Face's modules, arranged for a few dozen rows on a CPU: packed weights,
 prompts without padding, and shared prompt prefixes computed once (`plan`). Each adapter is merged
 into the packed copies from the base weights, so that updates do not accumulate rounding errors.
+Quantised layers stay as they are (`quantised.JoinedProduct`).
 
 Rows 0..rows-1 of the cache are always the active sequences, each one's tokens at columns
 0..length-1, so that a decode step reads one dense block. `PrefixStore` keeps recently finished
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from aflow_tune.engines.local.quantised import JoinedProduct, QuantisedLinear
 from aflow_tune.engines.local.weights import Weights
 
 if TYPE_CHECKING:
@@ -274,17 +276,17 @@ def supports(model: PreTrainedModel) -> bool:
         and rope.get("partial_rotary_factor", 1.0) == 1.0
         and kinds == {"full_attention"}
         and not (config.model_type == "mistral" and config.sliding_window)
-        and all(type(linear) is torch.nn.Linear for linear in linears)
+        and all(type(linear) in (torch.nn.Linear, QuantisedLinear) for linear in linears)
     )
 
 
 @dataclass
 class _Layer:
-    qkv: PackedLinear
-    out: PackedLinear
-    gate: PackedLinear
-    up: PackedLinear
-    down: PackedLinear
+    qkv: PackedLinear | JoinedProduct
+    out: PackedLinear | JoinedProduct
+    gate: PackedLinear | JoinedProduct
+    up: PackedLinear | JoinedProduct
+    down: PackedLinear | JoinedProduct
     norm_attention: Tensor
     norm_mlp: Tensor
     norm_q: Tensor | None
@@ -330,20 +332,31 @@ class LlamaDecoder:
         self.head = PackedLinear(self.weights.effective("lm_head"))
 
     def _pack_layer(self, index: int, layer: Any) -> _Layer:
-        def linear(path: str) -> PackedLinear:
+        def linear(path: str) -> PackedLinear | JoinedProduct:
             path = f"model.layers.{index}.{path}"
+            module = self.model.get_submodule(path)
+            if isinstance(module, QuantisedLinear):
+                return JoinedProduct(module)
             return PackedLinear(self.weights.effective(path), self.weights.bias(path))
 
         def joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return torch.cat([self._interleave(q), self._interleave(k), v])
 
-        paths = [f"model.layers.{index}.self_attn.{name}_proj" for name in "qkv"]
-        biases: list[Any] = [self.weights.bias(path) for path in paths]
-        bias = None if biases[2] is None else joined(*biases)
+        def attention() -> PackedLinear | JoinedProduct:
+            paths = [f"model.layers.{index}.self_attn.{name}_proj" for name in "qkv"]
+            modules: list[Any] = [self.model.get_submodule(path) for path in paths]
+            if isinstance(modules[0], QuantisedLinear):
+                rows = torch.arange(sum(module.out_features for module in modules))
+                parts = rows.split([module.out_features for module in modules])
+                return JoinedProduct(*modules, order_O=joined(*parts).to(self.device))
+            biases: list[Any] = [self.weights.bias(path) for path in paths]
+            bias = None if biases[2] is None else joined(*biases)
+            return PackedLinear(joined(*map(self.weights.effective, paths)), bias)
+
         norms = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
         norm_q, norm_k = (self._interleave(n.weight) if n else None for n in norms)
         return _Layer(
-            qkv=PackedLinear(joined(*map(self.weights.effective, paths)), bias),
+            qkv=attention(),
             out=linear("self_attn.o_proj"),
             gate=linear("mlp.gate_proj"),
             up=linear("mlp.up_proj"),

@@ -18,49 +18,43 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear as PeftLoraLinear
 from torch import Tensor, nn
 
+from aflow_tune.engines.local.quantised import Adapter, adapted
 from aflow_tune.engines.local.weights import LoraSpec
 
 ADAPTER = "default"
 
 
 class _FusedLora(torch.autograd.Function):
-    """y_NO = x_NI W' + bias + s (x A') B', with W and bias frozen."""
+    """y_NO = x_NI W' + bias + s (x A') B', with W and bias of `base` frozen. Keeps no W: that of a
+    quantised layer is made again in the backward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_NI: Tensor,
-        weight_OI: Tensor,
-        bias_O: Tensor | None,
-        A_RI: Tensor,
-        B_OR: Tensor,
-        scaling: float,
+        ctx: Any, x_NI: Tensor, base: nn.Linear, A_RI: Tensor, B_OR: Tensor, scaling: float
     ) -> Tensor:
         A, B = A_RI.to(x_NI.dtype), B_OR.to(x_NI.dtype)
-        y_NO = nn.functional.linear(x_NI, weight_OI, bias_O)
-        u_NR = x_NI @ A.T
-        y_NO.addmm_(u_NR, B.T, alpha=scaling)
-        ctx.save_for_backward(x_NI, weight_OI, A, B, u_NR)
-        ctx.scaling, ctx.master_dtype = scaling, A_RI.dtype
+        y_NO, u_NR = adapted(x_NI, base.weight, base.bias, Adapter(A, B, scaling))
+        ctx.save_for_backward(x_NI, A, B, u_NR)
+        ctx.base, ctx.scaling, ctx.master_dtype = base, scaling, A_RI.dtype
         return y_NO
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy_NO,) = grads
-        x_NI, weight_OI, A, B, u_NR = ctx.saved_tensors
+        x_NI, A, B, u_NR = ctx.saved_tensors
         v_NR = dy_NO @ B
         dx_NI = None
         if ctx.needs_input_grad[0]:
-            dx_NI = dy_NO @ weight_OI
+            dx_NI = dy_NO @ ctx.base.weight
             dx_NI.addmm_(v_NR, A, alpha=ctx.scaling)
         dA = (v_NR.T @ x_NI).to(ctx.master_dtype).mul_(ctx.scaling)
         dB = (u_NR.T @ dy_NO).T.to(ctx.master_dtype).mul_(ctx.scaling)
-        return dx_NI, None, None, dA, dB, None
+        return dx_NI, None, dA, dB, None
 
 
 class FusedLoraLinear(PeftLoraLinear):
     """PEFT's LoRA layer with a fused pass for what we train: one plain adapter, no dropout, not
-    merged, on a frozen `nn.Linear`. Any other case uses PEFT's forward."""
+    merged, on a frozen `nn.Linear`, quantised or not. Any other case uses PEFT's forward."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         base = self.get_base_layer()
@@ -68,14 +62,13 @@ class FusedLoraLinear(PeftLoraLinear):
             self.active_adapters == [ADAPTER]
             and not (args or kwargs or self.disable_adapters or self.merged or self.lora_variant)
             and isinstance(self.lora_dropout[ADAPTER], nn.Identity)
-            and not base.weight.requires_grad
+            and not any(param.requires_grad for param in base.parameters())
         )
         if not plain:
             return super().forward(x, *args, **kwargs)
         y_NO = _FusedLora.apply(
             x.reshape(-1, x.shape[-1]),
-            base.weight,
-            base.bias,
+            base,
             self.lora_A[ADAPTER].weight,
             self.lora_B[ADAPTER].weight,
             self.scaling[ADAPTER],

@@ -172,9 +172,12 @@ def is_cached(name_or_path: str) -> bool:
         return False
 
 
-def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A causal LM in evaluation mode, all parameters in `dtype` on `device`. Raises BadInput:
-    weights that config.json requires are missing or have another shape."""
+def load_model(
+    path: Path, dtype: torch.dtype, device: torch.device, load_in: str | None = None
+) -> PreTrainedModel:
+    """A causal LM in evaluation mode, all parameters in `dtype` on `device`, with `load_in` (4bit,
+    8bit) its layers' linear ones quantised. Raises BadInput: weights that config.json requires are
+    missing or have another shape; or as `quantised.quantise`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -201,6 +204,11 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
                 f"{len(lost)} that do not fit, the first {lost[0]}",
                 "use the config.json that the weights were saved with",
             )
+        if load_in is not None:
+            from aflow_tune.engines.local.quantised import quantise
+
+            quantise(model, load_in, torch.device(device))
+            give_back()
         return model.to(torch.device(device)).eval()
     finally:
         torch.set_num_threads(threads)
@@ -214,6 +222,15 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def end_tokens(path: Path) -> list[int]:
+    """The tokens at which the model stops, by its generation_config.json; empty without one."""
+    try:
+        given = json.loads((path / "generation_config.json").read_text())["eos_token_id"]
+    except (OSError, ValueError, KeyError):
+        return []
+    return given if isinstance(given, list) else [given]
 
 
 def pick_device(setting: str) -> torch.device:

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -491,14 +492,12 @@ class PackedModel:
     ) -> tuple[Tensor, Tensor | None]:
         """fp32 logprobs_BR of the scored response tokens, and their entropies [B, R] or None.
         `width` is R. Columns that do not count are 0 and carry no gradient."""
-        size = len(samples) if self.packed else 1
         found: list[tuple[Tensor, ...]] = []  # rows, columns, log-probabilities, entropies
-        for first in range(0, len(samples), size or 1):
-            row = pack(samples[first : first + size], self.device)
-            if row is not None:
-                logprobs_M, entropy_U = self._row(row, entropy)
-                entropy_M = () if entropy_U is None else (entropy_U[row.node_M],)
-                found.append((row.row_M + first, row.column_M, logprobs_M, *entropy_M))
+        for first, row in self._rows(samples):
+            with self._as_packed(row) as inputs:
+                logprobs_M, entropy_U = self._forward(row, inputs, entropy)
+            entropy_M = () if entropy_U is None else (entropy_U[row.node_M],)
+            found.append((row.row_M + first, row.column_M, logprobs_M, *entropy_M))
         joined = [torch.cat(parts) for parts in zip(*found, strict=True)]
 
         def spread(which: int) -> Tensor:
@@ -507,26 +506,57 @@ class PackedModel:
 
         return spread(2), spread(3) if entropy else None
 
-    def _row(self, row: PackedRow, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        inputs = {"input_ids": row.tokens_N[None]}
+    @torch.no_grad()
+    def hidden(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """fp32 [M, H] of each sample: the last hidden states from which its scored tokens are
+        predicted, in the order of `scored_columns`."""
+        parts = [torch.empty(0, self.model.config.hidden_size, device=self.device)] * len(samples)
+        for first, row in self._rows(samples):
+            with self._as_packed(row) as inputs:
+                hidden_UH = self._last_hidden(inputs).index_select(0, row.scored_U)
+            hidden_MH = hidden_UH.float().index_select(0, row.node_M)
+            counts = torch.bincount(row.row_M).tolist()  # a sample's are consecutive
+            for index, part in enumerate(hidden_MH.split(counts), first):
+                parts[index] = part
+        return parts
+
+    def _rows(self, samples: Sequence[Sample]) -> Iterator[tuple[int, PackedRow]]:
+        """Packed rows with a scored token, each with the index of its first sample."""
+        size = len(samples) if self.packed else 1
+        for first in range(0, len(samples), size or 1):
+            row = pack(samples[first : first + size], self.device)
+            if row is not None:
+                yield first, row
+
+    @contextmanager
+    def _as_packed(self, row: PackedRow) -> Iterator[dict[str, Tensor]]:
+        """The model's inputs for `row`; within the block it attends along the row's paths."""
+        inputs: dict[str, Tensor] = {"input_ids": row.tokens_N[None]}
         if not self.packed:
-            return self._forward(row, inputs, entropy)
+            yield inputs
+            return
         self.model.set_attn_implementation(NAME)
         token = _layout.set(row)
         try:
-            return self._forward(row, inputs | {"position_ids": row.positions_N[None]}, entropy)
+            yield inputs | {"position_ids": row.positions_N[None]}
         finally:
             _layout.reset(token)
             self.model.set_attn_implementation(self._own_attention)
+
+    def _last_hidden(self, inputs: dict[str, Tensor]) -> Tensor:
+        if self.model.base_model is not self.model:
+            found: Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state[0]
+        else:
+            found = self.model(**inputs, output_hidden_states=True).hidden_states[-1][0]
+        return found
 
     def _forward(
         self, row: PackedRow, inputs: dict[str, Tensor], entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         if self.fused_head:
-            hidden_NH = self.model.base_model(**inputs, use_cache=False).last_hidden_state[0]
             head = self.model.get_output_embeddings()
             return token_scores(
-                hidden_NH.index_select(0, row.scored_U),
+                self._last_hidden(inputs).index_select(0, row.scored_U),
                 head.weight,
                 getattr(head, "bias", None),
                 row.node_M,

@@ -9,24 +9,23 @@ format; for a chat template without tools the same text is put into the messages
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import json
 import logging
-import re
 import socket
 import threading
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from aflow_tune.engines.local.chat import Renderer, parse_calls
 from aflow_tune.engines.local.sampler import JSON_STYLE, Completion, SamplingParams, Vocabulary
 from aflow_tune.errors import BadInput, Fault, RunFailed
 
@@ -47,13 +46,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 """Unsupported fields, accepted only with these values, which have no effect, or null."""
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
-_PREAMBLE = (
-    "You may call one or more functions to help with the request.\n"
-    "Their signatures are inside <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
-    "To call one, answer with its name and arguments as JSON:\n"
-    '<tool_call>\n{{"name": <function name>, "arguments": <arguments object>}}\n</tool_call>'
-)
 
 Message = dict[str, Any]
 
@@ -79,12 +71,18 @@ class Tool(BaseModel):
     function: Function
 
 
+def _as_sent(tool: Message) -> Message:
+    """A checked tool, its keys in the order in which they came: the model reads them so."""
+    Tool.model_validate(tool)
+    return tool
+
+
 class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    tools: list[Annotated[Message, AfterValidator(_as_sent)]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     n: int | None = None
     seed: int | None = None
@@ -105,7 +103,7 @@ class ChatRequest(BaseModel):
         """The tools shown to the model; none with tool_choice 'none'."""
         if self.tool_choice == "none":
             return []
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
+        return list(self.tools or [])
 
     def forced_tools(self) -> list[Message]:
         """The tools of which the model must call one; empty if it may choose."""
@@ -125,7 +123,7 @@ class ChatRequest(BaseModel):
             if not isinstance(message.get("role"), str):
                 faults.append(Fault(f"messages[{number}]", "a role", repr(message), "add role"))
         if self.tool_choice not in (None, "none", "auto") and not self.forced_tools():
-            expected = f"one of {[tool.function.name for tool in self.tools or []]}"
+            expected = f"one of {[tool['function']['name'] for tool in self.tools or []]}"
             found, fix = repr(self.tool_choice), "send and name tools"
             faults.append(Fault("tool_choice", expected, found, fix))
         if self.top_logprobs and not self.logprobs:
@@ -225,82 +223,6 @@ def _choice(
     return choice
 
 
-def template_messages(
-    messages: Sequence[Message], tools: Sequence[Message], *, native: bool
-) -> list[Message]:
-    """OpenAI messages in the form for a chat template. `native`: the template renders tools itself;
-    else they become text. Raises BadInput: content that is not text, arguments not JSON."""
-    plain = [_plain(message, number) for number, message in enumerate(messages)]
-    if native:
-        return plain
-    told: list[Message] = []
-    for message in plain:  # tools as text, for a template that supports only roles and text
-        role, content = message["role"], message["content"]
-        for call in message.get("tool_calls", []):
-            written = json.dumps(call["function"], ensure_ascii=False)
-            content += f"\n<tool_call>\n{written}\n</tool_call>"
-        if role == "tool":
-            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
-        told.append({"role": role, "content": content.lstrip("\n")})
-    if tools:
-        listing = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        preamble = _PREAMBLE.format(tools=listing)
-        if told and told[0]["role"] == "system":
-            told[0]["content"] += f"\n\n{preamble}"
-        else:
-            told.insert(0, {"role": "system", "content": preamble})
-    return told
-
-
-def _plain(message: Message, number: int) -> Message:
-    """The message with its content as text and the arguments of its tool calls parsed."""
-
-    def refused(key: str, expected: str, found: str) -> BadInput:
-        title, where = "A message cannot be rendered", f"messages[{number}].{key}"
-        return BadInput.of(title, where, expected, found, f"send {expected}")
-
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) for part in content):
-            raise refused("content", "a text, or a list of parts of type text", repr(content)[:80])
-        odd = [p.get("type") for p in content if p.get("type") not in ("text", "refusal")]
-        if odd:
-            raise refused("content", "text only: no images, no audio", f"a part of type {odd[0]}")
-        content = "".join(part.get("text") or part.get("refusal") or "" for part in content)
-    result = {**message, "content": content or ""}
-    calls = []
-    for call in result.pop("tool_calls", None) or ():
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise refused("tool_calls", "calls with `function: {name, arguments}`", repr(call)[:80])
-        arguments = function.get("arguments") or "{}"
-        try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except json.JSONDecodeError as error:
-            raise refused("tool_calls", "arguments as a JSON object", str(error)) from error
-        calls.append({**call, "function": {"name": function["name"], "arguments": arguments}})
-    return result | ({"tool_calls": calls} if calls else {})
-
-
-def parse_calls(text: str, names: Sequence[str], *, salt: str) -> tuple[str | None, list[Message]]:
-    """The text outside the tool calls (None if empty), and the calls in OpenAI's format. If any is
-    not valid JSON for a function in `names`, all is text. Equal `salt` and text: equal ids."""
-    calls: list[Message] = []
-    for position, match in enumerate(_CALL.finditer(text)):
-        try:
-            call = json.loads(match[1])
-        except json.JSONDecodeError:
-            return text, []
-        arguments = call.get("arguments", {}) if isinstance(call, dict) else None
-        if not isinstance(arguments, dict) or call.get("name") not in names:
-            return text, []
-        digest = hashlib.sha256(f"{salt}/{position}/{match[1]}".encode()).hexdigest()
-        written = json.dumps(arguments, ensure_ascii=False)
-        function = {"name": call["name"], "arguments": written}
-        calls.append({"id": f"call_{digest[:24]}", "type": "function", "function": function})
-    return (_CALL.sub("", text).strip() or None, calls) if calls else (text, [])
-
-
 def forced_call_grammar(tools: Sequence[Message]) -> str:
     """A Lark grammar (llguidance's dialect) for exactly one call of one of `tools`."""
     names, schemas = [f"call_{number}" for number in range(len(tools))], []
@@ -371,11 +293,10 @@ class SamplerServer:
             raise BadInput.of(title, where, "hermes", tool_call_parser, fix)
         self.sampler = sampler
         self._submit = GreedyAnswers(sampler.submit).submit if frozen else sampler.submit
-        self.tokenizer = tokenizer
+        self._renderer = Renderer(tokenizer)
         self.model_name = model_name
         self.host = host
         self.api_key = api_key
-        self._template_has_tools = "tools" in str(tokenizer.chat_template or "")
         self._server: uvicorn.Server | None = None
 
     def start(self) -> str:
@@ -471,20 +392,8 @@ class SamplerServer:
         return JSONResponse(chat_response(chat, self.model_name, prompt_ids, drawn, vocabulary))
 
     def _render(self, chat: ChatRequest) -> list[int]:
-        """The prompt's tokens by the chat template. Raises BadInput: it refuses the messages."""
-        tools = chat.offered_tools()
-        messages = template_messages(chat.messages, tools, native=self._template_has_tools)
-        options = {"add_generation_prompt": True, **(chat.chat_template_kwargs or {})}
-        shown = tools if tools and self._template_has_tools else None
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=shown, tokenize=False, **options
-            )
-        except Exception as error:
-            # Templates are programs and raise errors of many classes.
-            raise BadInput(f"the chat template refused the messages: {error}") from error
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        options = chat.chat_template_kwargs or {}
+        return self._renderer.prompt(chat.messages, chat.offered_tools(), **options)
 
 
 def _error(status: int, message: str, code: str | None = None) -> Response:

@@ -5,8 +5,8 @@ the *whole* train batch. Up to rounding, the update does not depend on the split
 the loss is called once per micro-batch on the full [B, R] matrix, in which only the micro-batch's
 rows carry a gradient; the others hold placeholders (this step's values if computed, else the
 behaviour policy's). If a loss is a sum over sequences divided by something that depends on masks
-only, as in all of Trinity's aggregation modes, its gradient does not depend on the placeholders. A
-loss that couples rows (DPO's pairs) sets `per_group` and is called on one group at a time.
+only, as in all of Trinity's aggregation modes, its gradient does not depend on the placeholders. So
+with a loss that couples the rows of one run (DPO's pairs), which a micro-batch never splits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,15 +26,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from aflow_tune.engines.local.checkpoint import (
+    CheckpointError,
     read_checkpoint,
     write_checkpoint,
     write_merged,
     write_peft,
 )
+from aflow_tune.engines.local.critic import CriticSettings, ValueHead
 from aflow_tune.engines.local.lora import adapter_layers, adapter_state, inject
 from aflow_tune.engines.local.models import give_back, load_model
 from aflow_tune.engines.local.packed_model import PackedModel, Sample, micro_batches
+from aflow_tune.engines.local.quantised import NEEDS_ADAPTER
 from aflow_tune.engines.local.weights import LoraSpec
+from aflow_tune.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,11 @@ class Schedule:
 @dataclass(frozen=True)
 class TrainerSettings:
     """Settings of the updates. `lora` None: full weights; `micro_batch_tokens`: packed tokens,
-    bound memory and not the update; `grad_clip`: maximum gradient norm, 0 for none."""
+    bound memory and not the update; `grad_clip`: maximum gradient norm, 0 for none; `critic`: of
+    the value head, None for none; `load_in`: the base under the adapter in 4bit or 8bit."""
 
     lora: LoraSpec | None = None
+    critic: CriticSettings | None = None
     schedule: Schedule = field(default_factory=Schedule)
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.01
@@ -79,6 +85,7 @@ class TrainerSettings:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     seed: int = 0
+    load_in: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,29 +99,20 @@ class LossBatch:
     entropy_BR: Tensor | None
     extra: dict[str, Tensor]
 
-    def rows(self, index: slice) -> LossBatch:
-        def part(it: Any) -> Any:
-            if isinstance(it, dict):
-                return {name: value[index] for name, value in it.items()}
-            return None if it is None else it[index]
-
-        return LossBatch(**{name: part(it) for name, it in vars(self).items()})
-
 
 class LossFn(Protocol):
     """A loss over a train batch; the module's docstring says what it must satisfy. `needs_entropy`:
-    fill `entropy_BR`. `per_group`: call it on each group alone and average."""
+    fill `entropy_BR`."""
 
     needs_entropy: bool
-    per_group: bool
 
     def __call__(self, batch: LossBatch) -> tuple[Tensor, dict[str, float]]:
         """The scalar to minimise, and metrics."""
 
 
 class LocalTrainer:
-    """The policy, its AdamW optimiser and its schedule. On one machine's CPU the same settings,
-    batches and thread count give bit-equal weights."""
+    """The policy, its AdamW optimiser and its schedule; with a critic, its value head as well. On
+    one machine's CPU the same settings, batches and thread count give bit-equal weights."""
 
     def __init__(self, model_path: Path | str, settings: TrainerSettings) -> None:
         self.model_path = Path(model_path)
@@ -123,14 +121,23 @@ class LocalTrainer:
         self.skipped_steps = 0
         self.torn = False
         """Whether an update was interrupted halfway: the weights belong to no step."""
+        if settings.load_in is not None and settings.lora is None:
+            title, fix = "The model cannot be trained", "set lora, or load_in=None"
+            raise BadInput.of(title, "load_in", NEEDS_ADAPTER, "full weights", fix)
         torch.manual_seed(settings.seed)
-        self.base: PreTrainedModel = load_model(self.model_path, settings.dtype, settings.device)
+        self.base: PreTrainedModel = load_model(
+            self.model_path, settings.dtype, settings.device, settings.load_in
+        )
         self.base.config.use_cache = False
         self.peft: PeftModel | None = None
         self._reference: PackedModel | None = None
         if settings.lora is not None:
             self.peft = inject(self.base, settings.lora, seed=settings.seed)
         self.policy = PackedModel(self.base, temperature=settings.temperature)
+        self.critic: ValueHead | None = None
+        if settings.critic is not None:
+            size = self.base.config.hidden_size
+            self.critic = ValueHead(size, settings.critic, settings.device)
         self._params: dict[str, Tensor] = {}
         if self.peft is None:
             named = self.base.named_parameters()
@@ -152,38 +159,48 @@ class LocalTrainer:
             fused=settings.device.type in ("cpu", "cuda"),
         )
 
-    def step(self, groups: Sequence[Sequence[Sample]], loss: LossFn) -> dict[str, float]:
-        """Make one update on all `groups`; returns the metrics of the loss and the step. If the
-        gradient is not finite, the weights stay; the step counts as done and as skipped."""
-        metrics = self._step([group for group in groups if group], loss)
-        give_back()  # here, after `_step` has released its tensors
+    def step(
+        self,
+        groups: Sequence[Sequence[Sample]],
+        loss: LossFn,
+        *,
+        passes: int = 1,
+        beside: Callable[[], dict[str, float]] | None = None,
+    ) -> dict[str, float]:
+        """Make one step: `passes` updates on all `groups`, then `beside`, which updates what is
+        saved with the policy. Returns the metrics of the last update and of `beside`. If a gradient
+        is not finite, the weights stay; that update counts as done and as skipped."""
+        started = time.perf_counter()
+        kept, metrics = [group for group in groups if group], dict[str, float]()
+        for _ in range(passes):
+            metrics = self._pass(kept, loss)
+            give_back()  # here, after `_pass` has released its tensors
+        if beside is not None:
+            self.torn = True
+            metrics |= beside()
+        self.torn = False
+        self.step_count += 1
+        metrics["time/train_step"] = time.perf_counter() - started
         return metrics
 
-    def _step(self, groups: Sequence[Sequence[Sample]], loss: LossFn) -> dict[str, float]:
-        started = time.perf_counter()
+    def _pass(self, groups: Sequence[Sequence[Sample]], loss: LossFn) -> dict[str, float]:
         samples = [sample for group in groups for sample in group]
-        stops = list(itertools.accumulate(len(group) for group in groups))
-        spans = [slice(stop - len(group), stop) for group, stop in zip(groups, stops, strict=True)]
         batch = self.pad(samples, entropy=loss.needs_entropy)
         self._zero_grad()
-        passes = [list(range(span.start, span.stop)) for span in spans]
-        if not loss.per_group:
-            passes = micro_batches(samples, passes, self.settings.micro_batch_tokens)
-        for indices in passes:
+        numbers = iter(range(len(samples)))
+        whole = [list(itertools.islice(numbers, len(group))) for group in groups]
+        batches = micro_batches(samples, whole, self.settings.micro_batch_tokens)
+        for indices in batches:
             part = [samples[i] for i in indices]
             width = batch.logprobs_BR.shape[1]
             logprobs, entropy = self.policy.scores(part, width, entropy=loss.needs_entropy)
-            self._backward(loss, batch, len(spans), indices, logprobs, entropy)
+            self._backward(loss, batch, indices, logprobs, entropy)
         with torch.no_grad():  # metrics over the whole batch, now that all rows are computed
-            parts = [loss(batch.rows(at)) for at in (spans if loss.per_group else [slice(None)])]
-        metrics = {
-            name: sum(found[name] for _, found in parts) / len(parts) for name in parts[0][1]
-        }
-        metrics["actor/final_loss"] = float(torch.stack([value for value, _ in parts]).mean())
+            value, metrics = loss(batch)
+        metrics["actor/final_loss"] = float(value)
         metrics |= self._update()
         metrics["perf/train_tokens"] = float(sum(len(sample.tokens_T) for sample in samples))
-        metrics["perf/micro_batches"] = float(len(passes))
-        metrics["time/train_step"] = time.perf_counter() - started
+        metrics["perf/micro_batches"] = float(len(batches))
         return metrics
 
     def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> list[Tensor]:
@@ -202,6 +219,17 @@ class LocalTrainer:
                 scores, _ = policy.scores([samples[i] for i in indices], width)
                 for row, i in enumerate(indices):
                     out[i] = scores[row, : len(samples[i].action_mask_R)].cpu()
+        return out
+
+    def hidden(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """fp32 hidden states [M, H] from which each sample's scored tokens are predicted, on the
+        trainer's device and without a gradient: what the value head reads."""
+        groups = [[i] for i in range(len(samples))]
+        out: list[Tensor] = [torch.empty(0)] * len(samples)
+        for indices in micro_batches(samples, groups, self.settings.micro_batch_tokens):
+            found = self.policy.hidden([samples[i] for i in indices])
+            for i, hidden_MH in zip(indices, found, strict=True):
+                out[i] = hidden_MH
         return out
 
     def keep_reference(self) -> None:
@@ -245,7 +273,6 @@ class LocalTrainer:
         self,
         loss: LossFn,
         batch: LossBatch,
-        groups: int,
         indices: list[int],
         logprobs: Tensor,
         entropy: Tensor | None,
@@ -262,11 +289,7 @@ class LocalTrainer:
             whole: Tensor = getattr(batch, name)
             whole[rows] = output.detach()
             changed[name] = whole.index_put((rows,), leaves[-1])
-        seen = replace(batch, **changed)
-        if loss.per_group:  # a micro-batch is a group
-            value = loss(seen.rows(slice(indices[0], indices[-1] + 1)))[0] / groups
-        else:
-            value = loss(seen)[0]
+        value = loss(replace(batch, **changed))[0]
         if not value.requires_grad or not logprobs.requires_grad:
             return
         grads = torch.autograd.grad(value, leaves, allow_unused=True)
@@ -296,16 +319,14 @@ class LocalTrainer:
                 torch.nn.utils.clip_grads_with_norm_(
                     list(self._masters.values()), self.settings.grad_clip, torch.tensor(norm)
                 )
-            self.torn = True
+            self.torn = True  # until the step is whole
             self.optimizer.step()
             with torch.no_grad():
                 for name, param in self._params.items():
                     if self._masters[name] is not param:
                         param.copy_(self._masters[name])
-            self.torn = False
         else:
             self.skipped_steps += 1
-        self.step_count += 1
         self._zero_grad()
         return {
             "actor/grad_norm": norm,
@@ -333,11 +354,18 @@ class LocalTrainer:
         state: dict[str, Any] = {"step": self.step_count, "skipped_steps": self.skipped_steps}
         state |= {"lora": lora, "extra": {}}
         tensors = {"weights": self._masters, "optimizer": moments, "rng": rng}
+        if self.critic is not None:
+            tensors["critic"] = self.critic.state()
         write_checkpoint(Path(directory), tensors, state)
 
     def load(self, directory: Path | str) -> None:
-        """Restore what `save` wrote. Raises CheckpointError: damaged, or of other weights."""
+        """Restore what `save` wrote. Raises CheckpointError: damaged, of other weights, or without
+        the value head that this trainer has."""
         tensors, state = read_checkpoint(Path(directory), expected_weights=self._masters)
+        if self.critic is not None:
+            if "critic" not in tensors:
+                raise CheckpointError(f"{directory}: holds no value head: not of a run with PPO")
+            self.critic.load(tensors["critic"])
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(tensors["weights"][name])

@@ -1,5 +1,6 @@
 """A model's base weights plus, optionally, one LoRA adapter, kept separate until a caller merges
-them. Does not import PEFT, which takes seconds."""
+them; a quantised layer gets its part of the adapter instead. Does not import PEFT, which takes
+seconds."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from aflow_tune.engines.local.quantised import Adapter, QuantisedLinear, quantised_layers
 from aflow_tune.errors import BadInput
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class Weights:
         self.model = model
         self.adapter: Mapping[str, Tensor] = {}
         self.scaling = 0.0
+        self.quantised: dict[str, QuantisedLinear] = {}
 
     def load(self, state: Mapping[str, Tensor], lora: LoraSpec | None) -> None:
         """Load an adapter state (`lora.<module path>.A` and `.B`), or parameters by name into the
@@ -53,12 +56,10 @@ class Weights:
             shapes, modules = {}, dict(self.model.named_modules())
             for key, A_RI in adapter.items():
                 path = key[len(_PREFIX) : -2]
-                weight = getattr(modules.get(path), "weight", None)
                 paired = key.endswith(".A") and f"{_PREFIX}{path}.B" in adapter
-                if paired and isinstance(weight, Tensor) and weight.dim() == 2:
-                    out_width, in_width = weight.shape
-                    if _is_transposed(modules[path]):
-                        out_width, in_width = in_width, out_width
+                widths = _widths(modules.get(path)) if paired else None
+                if widths is not None:
+                    out_width, in_width = widths
                     shapes[key] = (A_RI.shape[0], in_width)
                     shapes[f"{_PREFIX}{path}.B"] = (out_width, A_RI.shape[0])
         for name, value in state.items():
@@ -68,6 +69,11 @@ class Weights:
                 found, fix = f"shape {tuple(value.shape)}", "use one model and lora for both"
                 raise BadInput.of(title, name, expected, found, fix)
         self.adapter, self.scaling = adapter, lora.scaling if lora is not None else 0.0
+        self.quantised = dict(quantised_layers(self.model))
+        for path, layer in self.quantised.items():
+            pair = [adapter.get(f"{_PREFIX}{path}.{name}") for name in "AB"]
+            A, B = (it if it is None else it.to(self.model.device, layer.dtype) for it in pair)
+            layer.adapter = None if A is None or B is None else Adapter(A, B, self.scaling)
         if not adapter:
             with torch.no_grad():
                 for name, value in state.items():
@@ -95,7 +101,20 @@ class Weights:
         return bias
 
     def adapted_paths(self) -> list[str]:
-        return [key[len(_PREFIX) : -2] for key in self.adapter if key.endswith(".A")]
+        """The layers whose weight has to be merged: adapted, and not quantised."""
+        paths = [key[len(_PREFIX) : -2] for key in self.adapter if key.endswith(".A")]
+        return [path for path in paths if path not in self.quantised]
+
+
+def _widths(module: torch.nn.Module | None) -> tuple[int, int] | None:
+    """Outputs and inputs of a layer; None if it is no linear one."""
+    if isinstance(module, torch.nn.Linear):
+        return module.out_features, module.in_features
+    weight = getattr(module, "weight", None)
+    if module is None or not isinstance(weight, Tensor) or weight.dim() != 2:
+        return None
+    out_width, in_width = reversed(weight.shape) if _is_transposed(module) else weight.shape
+    return out_width, in_width
 
 
 def _is_transposed(module: torch.nn.Module) -> bool:

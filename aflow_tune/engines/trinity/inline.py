@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trinity.buffer.operators.experience_operator import create_operators
 from trinity.buffer.pipelines.experience_pipeline import ExperiencePipeline
@@ -35,6 +35,7 @@ from aflow_tune.config.accounting import stop_at_limit
 from aflow_tune.config.engine import computes_in_16_bits, sampling_speed
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.tasksets import quick_tasksets
+from aflow_tune.engines.trinity.memory import REPLAYED, Rehearsal
 from aflow_tune.engines.trinity.readers import Experiences, read_all
 from aflow_tune.engines.trinity.rollout.rollout_model import InlineModel, SamplerHost
 from aflow_tune.engines.trinity.training.off_policy import BatchFiles
@@ -47,6 +48,9 @@ from aflow_tune.engines.trinity.training.sync_check import SyncCheck
 from aflow_tune.engines.trinity.training.trainer import LocalTrainEngine
 from aflow_tune.errors import BudgetReached, RunFailed
 from aflow_tune.report.quantities import MISMATCH
+
+if TYPE_CHECKING:
+    from aflow_tune.engines.local.trainer import LocalTrainer
 
 logger = logging.getLogger("trinity")
 
@@ -140,7 +144,8 @@ class InlinePipeline(ExperiencePipeline):
 
 class InlineRun:
     """Train, evaluate and save in turns until the step `target`, on the data set of `reader` or on
-    rollouts. Calls `phase` with a description of each activity, and `stop` between steps."""
+    rollouts. Calls `phase` with a description of each activity, `stop` between steps, and `choose`
+    with the policy before the first row is read."""
 
     def __init__(
         self,
@@ -148,10 +153,11 @@ class InlineRun:
         target: int,
         phase: Callable[[str], None],
         stop: Callable[[], bool],
-        reader: Experiences | BatchFiles | None = None,
+        reader: Experiences | BatchFiles | Rehearsal | None = None,
+        choose: Callable[[LocalTrainer], None] | None = None,
     ) -> None:
         self.config, self.target, self.phase, self.stop = config, target, phase, stop
-        self.reader = reader
+        self.reader, self.choose = reader, choose
         self.run_dir = Path(config.checkpoint_job_dir)
         self.engine = LocalTrainEngine(config)
         self.tasksets = [taskset.name for taskset in config.buffer.explorer_input.eval_tasksets]
@@ -169,6 +175,9 @@ class InlineRun:
             if self.rollouts is not None:
                 await self.rollouts.prepare()
             await self.engine.prepare()
+            if self.choose is not None:
+                self.phase("choosing the rows to learn from")
+                await asyncio.to_thread(self.choose, self.engine.trainer)
             for role in (self.config.explorer.name, self.config.trainer.name):
                 self.monitors[role] = make_monitor(self.config, role)
             # Continue in the training data where an earlier command stopped.
@@ -254,6 +263,9 @@ class InlineRun:
         started = time.time()
         metrics = await self.engine.train_step(experiences)
         metrics["time/train_step"] = time.time() - started
+        if isinstance(self.reader, Rehearsal):
+            old = sum(REPLAYED in experience.info for experience in experiences)
+            metrics["replay/old_rows"] = float(old)
         if self.rollouts is not None:
             metrics |= await self._sync(self.rollouts)
         step = self.engine.train_step_num

@@ -80,9 +80,10 @@ class RunFilter(ExperienceOperator):
         middle = (self._lowest + self._highest) / 2 if spread else 0.0
         alike = [group[0] for group in groups if max(group) == min(group)]
         best = sum(reward > middle for reward in alike)
-        metrics["group/frac_mixed"] = 1.0 - len(alike) / len(groups)
-        metrics["group/frac_all_best"] = best / len(groups)
-        metrics["group/frac_all_worst"] = (len(alike) - best) / len(groups)
+        if any(len(group) > 1 for group in groups):  # else, as with PPO, nothing is compared
+            metrics["group/frac_mixed"] = 1.0 - len(alike) / len(groups)
+            metrics["group/frac_all_best"] = best / len(groups)
+            metrics["group/frac_all_worst"] = (len(alike) - best) / len(groups)
         return kept, metrics
 
 

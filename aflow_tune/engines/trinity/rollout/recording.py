@@ -46,14 +46,15 @@ _RANDOM_IDS = ("id", "tool_call_id")  # random keys of messages, not part of the
 
 @dataclass
 class RecordedCall:
-    """One model call: its note, the messages, and an experience for each choice. `tools`: `name`
-    and `arguments` (JSON text) of the first choice's calls; `counted`: whether the server reported
-    its token usage."""
+    """One model call: its note, the messages, and an experience for each choice. `offered`: the
+    tools that it was asked with; `tools`: `name` and `arguments` (JSON text) of the first choice's
+    calls; `counted`: whether the server reported its token usage."""
 
     note: CallNote
     messages: list[dict[str, Any]]
     state: str
     off_policy: bool
+    offered: list[dict[str, Any]] = field(default_factory=list)
     experiences: list[Experience] = field(default_factory=list)
     tools: list[dict[str, str]] = field(default_factory=list)
     counted: bool = True
@@ -129,7 +130,8 @@ class RolloutRecorder:
             kwargs["seed"] = int.from_bytes(digest[:4], "big") >> 1
         state = (note.caller, messages) if note.state_key is None else ("", note.state_key)
         off_policy = _sampling(kwargs) != _sampling(configured)
-        call = RecordedCall(note, messages, state_hash(self._task_id, *state), off_policy)
+        offered = list(kwargs.get("tools") or ())
+        call = RecordedCall(note, messages, state_hash(self._task_id, *state), off_policy, offered)
         ask = functools.partial(_in_loop, self.loop, functools.partial(self._ask, call, kwargs))
         if in_call():
             return await ask()
@@ -251,9 +253,12 @@ def final_answer(response: Any, calls: list[RecordedCall]) -> str | None:
 
 def transcript_entry(call: RecordedCall) -> dict[str, Any]:
     """One entry of `EvalRecord.transcript`."""
-    first = call.experiences[0]
-    asked = {"caller": call.note.caller, "messages": call.messages}
-    return {**asked, "response": first.response_text or "", "tokens": response_length(first)}
+    first, note = call.experiences[0], call.note
+    entry: dict[str, Any] = {"caller": note.caller, "messages": call.messages}
+    entry |= {"response": first.response_text or "", "tokens": response_length(first)}
+    more = {"tools": call.offered or None, "calls": call.tools or None, "reward": note.step_reward}
+    more["truncated"] = True if first.truncate_status is not None else None
+    return entry | {name: value for name, value in more.items() if value is not None}
 
 
 def state_hash(task_id: str, caller: str, state: Any) -> str:

@@ -63,7 +63,7 @@ class SamplerHost:
         if engine.get("scripted"):  # a dry run
             kinds = (ScriptedSampler, ScriptedServer)
         sampler = kinds[0](
-            load_model(path, pick_dtype(engine["dtype"], device), device),
+            load_model(path, pick_dtype(engine["dtype"], device), device, engine["load_in"]),
             tokenizer,
             max_batch=engine["max_batch"],
             max_model_len=config.max_model_len,

@@ -2,13 +2,14 @@
 
 A Trinity algorithm is a choice of registered functions: policy, KL and entropy loss, advantage,
 perhaps a KL penalty in the reward. `TrainStep` turns experiences into samples, computes the inputs
-of these functions, and passes the trainer one loss over the whole batch. No critics (PPO).
+of these functions, and passes the trainer one loss over the whole batch. With a critic (PPO), the
+advantages are of whole runs (`ppo.py`), and the trainer's value head is fitted to their returns.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,10 @@ from trinity.algorithm.kl_fn.kl_fn import DummyKLFn
 from trinity.common.config import AlgorithmConfig, Config
 from trinity.common.experience import Experience, split_dpo_experience_to_single_turn
 
+from aflow_tune.config.critic import policy_passes
+from aflow_tune.engines.local.critic import explained_variance
 from aflow_tune.engines.local.trainer import LocalTrainer, LossBatch, Sample
+from aflow_tune.engines.trinity.training.ppo import Trajectories, share_rewards
 from aflow_tune.errors import BadInput
 
 PER_TOKEN = ("advantages", "returns", "teacher_logprobs", "token_level_reward")
@@ -49,8 +53,6 @@ class TrinityLoss:
         self.mode = algorithm.loss_agg_mode or "token-mean"
         self.uses_kl = _counts(self.kl)
         self.needs_reference = self.uses_kl or "ref_logprob" in self.policy.select_keys
-        # DPO's loss is a function of one pair's summed log-probabilities, not a sum over rows.
-        self.per_group = algorithm.algorithm_type == "dpo"
         self.needs_entropy = (
             not isinstance(self.entropy, DummyEntropyLossFn)
             and getattr(self.entropy, "entropy_coef", 1.0) != 0
@@ -94,16 +96,15 @@ class TrinityLoss:
 
 class TrainStep:
     """One train step of a Trinity algorithm: experiences in, metrics out. Raises BadInput: when
-    made, for an algorithm with a critic; when called, as `TrinityLoss`."""
+    called, as `TrinityLoss`."""
 
     def __init__(self, config: Config, trainer: LocalTrainer) -> None:
         self.algorithm = algorithm = config.algorithm
         kind = ALGORITHM_TYPE.get(algorithm.algorithm_type)
-        if kind.use_critic:
-            where, fix = "algorithm.algorithm_type", "algorithm.algorithm_type: multi_step_grpo"
-            title, expected = "The local engine has no critic", "an algorithm without a critic"
-            raise BadInput.of(title, where, expected, repr(algorithm.algorithm_type), fix)
         self.trainer = trainer
+        self.uses_critic: bool = kind.use_critic
+        self.warmup = config.trainer.critic_warmup if kind.use_critic else 0
+        self.passes = policy_passes(config)
         self.loss = TrinityLoss(algorithm)
         self.advantage = self.penalty = None
         self.needs_reference = self.loss.needs_reference
@@ -116,7 +117,7 @@ class TrainStep:
             trainer.keep_reference()
 
     def __call__(self, exps: list[Experience]) -> dict[str, float]:
-        """Make one update on all of `exps`; returns the metrics."""
+        """Make one step on all of `exps`; returns the metrics."""
         started = time.perf_counter()
         metrics: dict[str, float] = {}
         of_explorer = hasattr(self.advantage, "process")
@@ -128,6 +129,10 @@ class TrainStep:
         flat = [exp for group in groups for exp in group]
         by_group = [[to_sample(exp) for exp in group] for group in groups]
         samples = [sample for group in by_group for sample in group]
+        if self.algorithm.algorithm_type == "dpo":
+            for number, pair in enumerate(by_group):
+                for sample in pair:
+                    sample.run = number  # a micro-batch never splits a run
         if not self.algorithm.bypass_old_logprobs:
             for sample, old_R in zip(samples, self.trainer.logprobs(samples), strict=True):
                 sample.logprobs_R = old_R
@@ -137,20 +142,57 @@ class TrainStep:
             for sample, ref_R in zip(samples, reference, strict=True):
                 sample.extra["ref_logprob"] = ref_R
             metrics["time/reference"] = time.perf_counter() - since
-        if self.advantage is not None and not of_explorer:
+        beside = None
+        if self.uses_critic:
+            found, beside = self._values(flat, samples)
+            metrics |= found
+        elif self.advantage is not None and not of_explorer:
             metrics |= self._advantages(flat, samples)
         metrics |= _data_metrics(flat, samples)
-        metrics |= self.trainer.step(by_group, self.loss)
+        passes = self.passes if self.trainer.step_count >= self.warmup else 0
+        metrics |= self.trainer.step(by_group, self.loss, passes=passes, beside=beside)
         metrics["time/step"] = metrics["perf/time_per_step"] = time.perf_counter() - started
         return metrics
 
+    def _values(
+        self, exps: list[Experience], samples: list[Sample]
+    ) -> tuple[dict[str, float], Callable[[], dict[str, float]]]:
+        """Set `values`, `advantages` and `returns` of `samples` by the value head as it is; returns
+        the metrics, and the head's update on them."""
+        head = self.trainer.critic
+        assert head is not None
+        since = time.perf_counter()
+        parts = self.trainer.hidden(samples)
+        hidden_MH = torch.cat(parts)
+        with torch.no_grad():
+            values_M = head(hidden_MH)
+        columns = [sample.scored_columns() for sample in samples]
+        for sample, at, found in zip(
+            samples, columns, values_M.cpu().split([len(part) for part in parts]), strict=True
+        ):
+            sample.extra["values"] = torch.zeros(len(sample.action_mask_R))
+            sample.extra["values"][at] = found
+        del parts
+        metrics = {"time/values": time.perf_counter() - since}
+        metrics |= self._advantages(exps, samples)
+        steps = [sample.extra["returns"][at] for sample, at in zip(samples, columns, strict=True)]
+        returns_M = torch.cat(steps).to(values_M.device)
+        explained = explained_variance(values_M, returns_M)
+        if explained is not None:
+            metrics["critic/vf_explained_var"] = explained
+        return metrics, lambda: head.fit(hidden_MH, returns_M, values_M)
+
     def _advantages(self, exps: list[Experience], samples: list[Sample]) -> dict[str, float]:
         """Advantages that Trinity computes in the trainer, on verl's DataProto with the response
-        columns only. Sets `advantages` and `returns` of `samples`; returns the metrics."""
+        columns only, or with a critic the steps of runs. Sets `advantages` and `returns` of
+        `samples`; returns the metrics."""
         from verl import DataProto
 
         advantage: Any = self.advantage
         penalty: Any = self.penalty
+        runs = [exp.eid.rid if _has_task(exp) else ("row", row) for row, exp in enumerate(exps)]
+        if self.uses_critic:
+            share_rewards(exps, runs, samples)
         batch = self.trainer.pad(samples)
         valid_BR = torch.zeros_like(batch.action_mask_BR)
         for row, sample in zip(valid_BR, samples, strict=True):
@@ -165,16 +207,26 @@ class TrainStep:
         tensors |= {new: batch.extra[old] for old, new in renamed.items() if old in batch.extra}
         if batch.old_logprobs_BR is not None:
             tensors["old_log_probs"] = batch.old_logprobs_BR
+        tasks = [exp.eid.tid for exp in exps]
+        joined = Trajectories(runs, batch.action_mask_BR) if self.uses_critic else None
+        if joined is not None:
+            scores_PS = joined.credit(tensors["token_level_scores"])
+            tensors = {name: joined.join(columns) for name, columns in tensors.items()}
+            tensors |= {"token_level_scores": scores_PS, "response_mask": joined.mask_PS}
+            tensors["values"] = joined.join(batch.extra["values"])
+            tasks = [tasks[row] for row in joined.first]
         proto = DataProto.from_single_dict(
             {name: tensor.cpu() for name, tensor in tensors.items()}
-            | {"uid": np.array([exp.eid.tid for exp in exps], dtype=object)}
+            | {"uid": np.array(tasks, dtype=object)}
         )
         proto, penalty_metrics = penalty.apply_kl_penalty_to_reward(proto)
         proto, advantage_metrics = advantage(proto)
-        for row, sample in enumerate(samples):
-            width = len(sample.action_mask_R)
-            for name in ("advantages", "returns"):
-                sample.extra[name] = proto.batch[name][row, :width].clone()
+        for name in ("advantages", "returns"):
+            columns_BR = proto.batch[name]
+            if joined is not None:
+                columns_BR = joined.split(columns_BR.to(joined.mask_PS.device)).cpu()
+            for row, sample in enumerate(samples):
+                sample.extra[name] = columns_BR[row, : len(sample.action_mask_R)].clone()
         found = penalty_metrics | advantage_metrics
         return {f"advantage/{name}": float(number) for name, number in found.items()}
 
@@ -237,7 +289,7 @@ def _data_metrics(exps: Sequence[Experience], samples: Sequence[Sample]) -> dict
         "critic/score": rewards,
         "critic/rewards": rewards,
     }
-    for name in ("advantages", "returns"):
+    for name in ("advantages", "returns", "values"):
         if all(name in sample.extra for sample in samples):
             columns[f"critic/{name}"] = torch.cat(
                 [sample.extra[name][sample.action_mask_R] for sample in samples]

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 import torch
-from torch import Tensor
-from trinity.algorithm.policy_loss_fn.dpo_loss import DPOLossFn
 from trinity.common.config import Config
 from trinity.common.constants import RunningStatus
 from trinity.common.experience import EID, Experience
 from trinity.trainer import trainer as trinity_trainer
 from trinity.trainer.trainer import TrainEngineWrapper, Trainer
 
+from aflow_tune.config.critic import critic_settings
 from aflow_tune.config.engine import removes_padding
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.names import BATCH_FILES
@@ -67,7 +66,7 @@ class PublishingTrainer(Trainer):
 
 
 class LocalTrainEngine(TrainEngineWrapper):
-    """Runs our trainer, one optimiser step per call, and manages its checkpoints. All torch work
+    """Runs our trainer, one step per call, and manages its checkpoints. All torch work
     happens on one thread of its own, so that the event loop stays responsive."""
 
     def __init__(self, config: AflowConfig) -> None:
@@ -177,6 +176,7 @@ def build_trainer(config: AflowConfig) -> LocalTrainer:
             total_steps=total,
             floor=optimizer.min_lr_ratio,
         ),
+        critic=critic_settings(config),
         betas=(optimizer.betas[0], optimizer.betas[1]),
         weight_decay=optimizer.weight_decay,
         grad_clip=config.trainer.grad_clip,
@@ -185,6 +185,7 @@ def build_trainer(config: AflowConfig) -> LocalTrainer:
         dtype=torch.float32 if config.deterministic else pick_dtype(local.dtype, device),
         device=device,
         seed=config.seed,
+        load_in=local.load_in,
     )
     return LocalTrainer(resolve_model(config.model.model_path), settings)
 
@@ -319,34 +320,6 @@ def provide_unpadding() -> None:
     attention_utils._get_attention_functions = lambda: functions
 
 
-class PairLoss(DPOLossFn):
-    """Trinity's DPO loss of each pair, summed and divided by `pairs`: the number of pairs in one
-    worker's mini-batch (None: in the call), since verl sums the gradients of micro-batches."""
-
-    def __init__(
-        self,
-        backend: str = "verl",
-        beta: float = 0.1,
-        label_smoothing: float = 0.0,
-        pairs: int | None = None,
-    ) -> None:
-        super().__init__(backend, beta, label_smoothing)
-        self.pairs = pairs
-
-    def __call__(
-        self, logprob: Tensor, ref_logprob: Tensor, action_mask: Tensor, **kwargs: Any
-    ) -> tuple[Tensor, dict[str, float]]:
-        """Rows 2i and 2i + 1 are chosen and rejected of pair i; all shapes are [2P, R]."""
-        results = [
-            super(PairLoss, self).__call__(logprob[at], ref_logprob[at], action_mask[at])
-            for at in (slice(i, i + 2) for i in range(0, len(logprob), 2))
-        ]
-        losses, metrics = zip(*results, strict=True)
-        total = torch.stack(losses).sum() / (self.pairs or len(losses))
-        means = {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
-        return total, means
-
-
 def evened(exps: list[Experience], workers: int) -> list[Experience]:
     """`exps`, and as many copies of the shortest as verl needs to split them evenly; a copy has
     nothing to learn, since its `action_mask` is empty."""
@@ -358,14 +331,10 @@ def evened(exps: list[Experience], workers: int) -> list[Experience]:
 
 
 def keep_pairs(engine: Any, pairs: int) -> None:
-    """Make Trinity's `VERLTrainer` train on whole pairs, `pairs` per step; call it before
-    `engine.prepare()`. Trinity's loss sums log-probabilities over a micro-batch before comparing:
-    margins of 2 and -1 with beta 0.1 give 0.644397, not the mean over the pairs, 0.671268 (Rafailov
-    et al. 2023, equation 7). And verl may split a batch within a pair."""
+    """Make Trinity's `VERLTrainer` train on whole pairs with `PairLoss`, `pairs` per step; call it
+    before `engine.prepare()`. verl may split a batch within a pair."""
     algorithm = engine.algorithm_config
-    if algorithm.policy_loss_fn == "dpo":
-        algorithm.policy_loss_fn = f"{PairLoss.__module__}.{PairLoss.__qualname__}"
-        algorithm.policy_loss_fn_args["pairs"] = pairs // engine._get_dp_size()
+    algorithm.policy_loss_fn_args["pairs"] = pairs // engine._get_dp_size()
     engine.config.actor.ppo_mini_batch_size = 2 * pairs  # verl counts sequences
     update = engine._update_actor
 
