@@ -110,6 +110,7 @@ def test_an_unknown_option_or_value_is_bad_input(
 # --- a new project ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_new_project_validates_and_its_test_passes(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     assert cli.main(["init", str(folder)]) == 0

@@ -125,6 +125,7 @@ def test_a_clash_keeps_the_configuration_from_being_imported(
     assert [*checks["model"](), *checks["data"](), *checks["keys"]()] == []
 
 
+@pytest.mark.slow
 def test_only_json_is_written_whatever_the_workflow_writes(project: Path, tmp_path: Path) -> None:
     flow = tmp_path / "flow.py"
     noise = "import os, sys\nos.write(1, b'raw')\nsys.__stdout__.write('late')\n"

@@ -199,6 +199,7 @@ PPO = ["algorithm.algorithm_type=ppo", "buffer.explorer_input.eval_tasksets=[]"]
 PPO += ["explorer.eval_interval=1", "trainer.trainer_config.actor.ppo_epochs=2"]
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_off_within_a_step_ends_bit_equal(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -189,6 +189,7 @@ def trials_of(config: Path, name: str = "searched") -> dict[Any, Trial]:
     }
 
 
+@pytest.mark.slow
 def test_a_second_search_over_the_pool_starts_warm(
     search: Search, config: Path, server: FaultyServer
 ) -> None:
@@ -244,6 +245,7 @@ def teacher(server: FaultyServer) -> list[str]:
     return ["--propose", "edits", "teacher", "search.teacher=big", f"models.big={{{model}}}"]
 
 
+@pytest.mark.slow
 def test_a_teacher_that_is_down_ends_the_search_which_then_goes_on(
     search: Search, config: Path, server: FaultyServer
 ) -> None:
@@ -363,6 +365,7 @@ def with_two_tasksets(config: Path) -> None:
     config.write_text(yaml.safe_dump(content, sort_keys=False))
 
 
+@pytest.mark.slow
 def test_two_task_sets_share_a_pool_and_have_a_winner_each(search: Search, config: Path) -> None:
     with_two_tasksets(config)
     assert main(["validate", str(config)]) == ExitCode.DONE

@@ -151,6 +151,7 @@ def test_a_chain_runs_from_sft_to_bench(chain: Path, capsys: pytest.CaptureFixtu
     assert "stages[0].buffer.train_batch_size" in caught.value.faults[0].where
 
 
+@pytest.mark.slow
 def test_grpo_begins_with_the_weights_of_sft(chain: Path) -> None:
     """Bit for bit: a new adapter adds nothing to the model that the first stage exported."""
     import torch
@@ -177,6 +178,7 @@ def test_grpo_begins_with_the_weights_of_sft(chain: Path) -> None:
     assert not torch.equal(begun, LocalTrainer(base_path, whole).logprobs([sample])[0])
 
 
+@pytest.mark.slow
 def test_one_budget_for_all_stages(chain: Path) -> None:
     """A step of GRPO makes 2 tasks x 4 runs x 2 calls, the evaluation before it 4 x 2: 24, so
     that 30 end in the second step."""
