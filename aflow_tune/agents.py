@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from aflow_tune.evaluation.results import Result
 
 METHODS = ("sft", "dpo", "ppo", "grpo")
-SAGE_WEIGHTS = {"selection": 0.35, "planning": 0.3, "timing": 0.2, "retrieval": 0.15}
-"""Shares of the types of tasks, for `task_weights`."""
 CONFIG_NAME = "agent.yaml"
 
 

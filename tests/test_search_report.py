@@ -230,7 +230,7 @@ def test_what_an_operator_earns(tmp_path: Path) -> None:
         "whole": {"scores": WON, "tokens": 80_000, "calls": 120},
         "review": {"scores": WON, "tokens": None},
     }
-    rows = ablation_rows(columns)
+    rows = [row for row, _ in ablation_rows(columns)]
     assert [row.name for row in rows] == ["whole", "vote", "review"]
     name, score, difference, tokens, calls = rows[1]
     assert (name, score, tokens, calls) == ("vote", 0.25, 1000.0, 1.0)

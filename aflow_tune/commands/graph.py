@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from aflow_tune.commands.options import (
     names,
     natural,
     option,
+    paced,
     print_json,
     refuse,
     write_text,
@@ -175,9 +175,6 @@ exit codes: 0 measured, 1 no problem could be scored, 2 bad input, or nothing ca
 interrupted, 4 a limit of budget reached; after 3 and 4 the same command goes on.
 """
 
-_LINE_SECONDS = 5.0
-"""Least seconds between two lines of progress."""
-
 
 def _add_ablate(verbs: Any, folder: str) -> None:
     text = "measure it without each of its operators: which one earns its calls"
@@ -194,15 +191,6 @@ def _add_ablate(verbs: Any, folder: str) -> None:
 def _ablate(options: argparse.Namespace) -> int:
     from aflow_tune.tuning import ablate_config
 
-    last = 0.0
-    out = sys.stderr if options.json else sys.stdout
-
-    def say(text: str) -> None:
-        nonlocal last
-        if not text.startswith("ablating:") or time.monotonic() - last > _LINE_SECONDS:
-            last = time.monotonic()
-            print(text, file=out, flush=True)
-
     summary = ablate_config(
         options.path,
         options.config,
@@ -210,7 +198,7 @@ def _ablate(options: argparse.Namespace) -> int:
         prompts=options.prompts,
         limit=options.limit,
         executor=options.executor,
-        phase=say,
+        phase=paced("ablating:", sys.stderr if options.json else sys.stdout),
     )
     found = summary.to_json()
     print_json(found) if options.json else print(_ablated(found))

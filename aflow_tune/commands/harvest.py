@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from aflow_tune.commands.options import SEVERAL, add_command, config_arguments, option, print_json
+from aflow_tune.commands.options import (
+    SEVERAL,
+    add_command,
+    config_arguments,
+    option,
+    paced,
+    print_json,
+)
 from aflow_tune.errors import ExitCode
 
 _DESCRIPTION = """\
@@ -46,9 +52,6 @@ exit codes: 0 done, 1 no graph solved a problem, 2 bad input, 3 interrupted, 4 a
 reached; after 3 and 4 the same command goes on.
 """
 
-_LINE_SECONDS = 5.0
-"""Least seconds between two lines of progress."""
-
 
 def add_parser(commands: Any) -> None:
     text = "collect problems with graphs that solve them, for a supervised warm start"
@@ -67,15 +70,6 @@ def add_parser(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from aflow_tune.tuning import harvest_config
 
-    last = 0.0
-    out = sys.stderr if options.json else sys.stdout
-
-    def say(text: str) -> None:
-        nonlocal last
-        if not text.startswith("harvesting:") or time.monotonic() - last > _LINE_SECONDS:
-            last = time.monotonic()
-            print(text, file=out, flush=True)
-
     summary = harvest_config(
         options.config,
         options.overrides,
@@ -83,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
         runs=options.runs,
         limit=options.limit,
         out=options.out,
-        phase=say,
+        phase=paced("harvesting:", sys.stderr if options.json else sys.stdout),
     )
     if options.json:
         print_json({**summary.counts, "pairs": str(summary.pairs)})

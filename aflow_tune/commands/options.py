@@ -7,9 +7,10 @@ import argparse
 import dataclasses
 import json
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from aflow_tune.errors import BadInput, Fault
 
@@ -58,6 +59,21 @@ class Parser(argparse.ArgumentParser):
 REPEATED: dict[str, Any] = {"action": "append", "default": []}
 SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
 """argparse settings of an option that may be repeated, or also take several values at once."""
+
+
+def paced(often: str, out: TextIO) -> Callable[[str], None]:
+    """A function that prints lines of progress to `out`: those that begin with `often` at most
+    every five seconds, others all."""
+    last = 0.0
+
+    def say(text: str) -> None:
+        nonlocal last
+        if not text.startswith(often) or time.monotonic() - last > 5.0:
+            last = time.monotonic()
+            print(text, file=out, flush=True)
+
+    return say
+
 
 # -- options -------------------------------------------------------------------------------
 

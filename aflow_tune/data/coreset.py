@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-STRATEGIES = ("hybrid", "loss_topk", "diversity", "random")
-
 
 def count_of(size: float, rows: int) -> int:
     """How many of `rows` a size stands for: below 1 it is a share, of one row at least."""

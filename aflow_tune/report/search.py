@@ -173,7 +173,7 @@ def _tasksets(held: Json) -> list[dict[str, Any]]:
                 "left_out": len(lines[_MOST_LINES:]),
                 "graphs": best_graphs(tree, f"graph-{len(found)}"),
                 "differing": _differing(comparison),
-                "ablation": _ablation(comparison.get("ablation") or {}),
+                "ablation": ablation_rows(comparison.get("ablation") or {}),
                 "best": tree.get("best") or "",
             }
         )
@@ -263,18 +263,14 @@ class AblationRow(NamedTuple):
     calls: float | None
 
 
-def ablation_rows(columns: Mapping[str, Json]) -> list[AblationRow]:
-    """What an operator earns, by the score of the workflow without it; the whole comes first. A
-    difference below zero is score that its removal costs; tokens and calls are by problem.
+def ablation_rows(columns: Mapping[str, Json]) -> list[tuple[AblationRow, str]]:
+    """What an operator earns, by the score of the workflow without it, each row with a word on
+    whether it earns its calls; the whole comes first. A difference below zero is score that its
+    removal costs; tokens and calls are by problem.
 
     Args:
         columns: by the removed instance, or `whole`: `scores`, and totals of `tokens` and `calls`.
     """
-    return [row for row, _ in _ablation(columns)]
-
-
-def _ablation(columns: Mapping[str, Json]) -> list[tuple[AblationRow, str]]:
-    """The rows, each with a word on whether the operator earns its calls."""
     words = {1: "no: better without it", -1: "yes", 0: "not shown"}
     found = []
     for name in sorted(columns, key=lambda name: name != WHOLE):

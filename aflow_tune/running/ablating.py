@@ -27,7 +27,8 @@ from aflow_tune.graph.graph import Graph
 from aflow_tune.graph.workflow import GraphWorkflow
 from aflow_tune.report.statistics import mean, share_or_mean_interval
 from aflow_tune.running.harvesting import digest, read_rows
-from aflow_tune.running.trialling import Trials, asks_policy, run_within_limits
+from aflow_tune.running.stopping import run_within_limits
+from aflow_tune.running.trialling import KEPT, Trials, asks_policy
 from aflow_tune.search.ablation import (
     Effect,
     Measured,
@@ -46,10 +47,7 @@ if TYPE_CHECKING:
     from aflow_tune.config.load import AflowConfig
 
 FOLDER, RECORD_FILE, POOL_FILE = "ablation", "ablation.json", "pool.sqlite"
-AT_ONCE_ELSEWHERE = 32
-"""Rollouts at once where no model of this machine is asked."""
 _TASKSET = "held_out"
-_SLACK_SECONDS = 1.0
 
 Ask = Callable[[str], Any]
 
@@ -173,7 +171,7 @@ def run_ablation(
     """
     config, folder = ablation.config, ablation.folder
     work = _Measuring(ablation, phase, limit).run()
-    summary = run_within_limits(config, work, stop, phase, str(folder))
+    summary = run_within_limits(config, work, stop, phase, KEPT, folder)
     try:
         write_json(folder / RECORD_FILE, summary.to_json())
     except OSError as error:

@@ -19,7 +19,6 @@ import inspect
 import json
 import random
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
@@ -35,7 +34,7 @@ from aflow_tune.data.leaks import find_leaks
 from aflow_tune.data.rows import with_source
 from aflow_tune.engines.local.models import pick_device
 from aflow_tune.engines.trinity.readers import read_all
-from aflow_tune.errors import BudgetReached, Interrupted, RunFailed
+from aflow_tune.errors import RunFailed
 from aflow_tune.evaluation.evaluating import LocalModels
 from aflow_tune.files import as_line, write_json, write_whole
 from aflow_tune.harvest.candidates import Candidate, Problem, past_candidates, template_candidates
@@ -43,7 +42,7 @@ from aflow_tune.harvest.harvest import Harvest, Journal, Lesson, Trial
 from aflow_tune.models.clients import client_for
 from aflow_tune.operators.prompts import use_prompts
 from aflow_tune.report.html import COUNTS_FILE
-from aflow_tune.running.stopping import until_stopped
+from aflow_tune.running.stopping import run_within_limits
 from aflow_tune.sandbox import use_policy
 
 if TYPE_CHECKING:
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
 
 PAIRS_FILE = "sft.jsonl"
 AT_ONCE_ON_PROCESSOR = 16  # without a GPU: more concurrent graphs would only time out
-_SLACK_SECONDS = 1.0  # `Run.execute` starts its deadline of `budget.wall_seconds` a little earlier
 _OUTCOMES = ("untried", "refused", "failed", "wrong", "unscored")
 
 
@@ -77,28 +75,15 @@ def run_harvest(
     caller has locked; the pairs go to `out`, by default `sft.jsonl` in it. Raises BadInput: rows,
     templates or models cannot be used; Interrupted, BudgetReached: stopped, the same call resumes;
     RunFailed: no pair was found, or a file cannot be written."""
-    pairs, limit = out or folder / PAIRS_FILE, config.budget.wall_seconds
-    deadline = float("inf") if limit is None else time.monotonic() + limit
-    kept = f"What was tried is kept in {folder}. The same command goes on from there."
-    work = until_stopped(
-        _harvest(config, folder, phase, workflow),
-        lambda: stop() or time.monotonic() > deadline,
-        lambda: phase("stopping: what was tried is kept"),
-    )
+    pairs = out or folder / PAIRS_FILE
+    work = _harvest(config, folder, phase, workflow)
     try:
-        rows, counts = asyncio.run(work)
+        rows, counts = run_within_limits(
+            config, work, stop, phase, "what was tried is kept", folder
+        )
         write_json(folder / COUNTS_FILE, counts)
         if rows:
             write_whole(pairs, b"".join(map(as_line, rows)))
-    except BudgetReached as error:
-        raise BudgetReached(f"{error} {kept}") from None
-    except asyncio.CancelledError:
-        reason = spend_of(config).reached()
-        if reason is None and time.monotonic() > deadline - _SLACK_SECONDS:
-            reason = f"budget.wall_seconds ({limit:g}) reached"
-        if reason is None:
-            raise Interrupted(f"stopped. {kept}") from None
-        raise BudgetReached(f"{reason}. {kept}") from None
     except OSError as error:
         raise RunFailed(f"the harvest cannot be written to {folder}: {error}") from error
     if not rows:

@@ -33,7 +33,8 @@ from aflow_tune.operators import OPERATORS, Operator
 from aflow_tune.report.search import write_search_report
 from aflow_tune.running.harvesting import digest, read_rows
 from aflow_tune.running.learning import Answer, Learner, Recorded, Row
-from aflow_tune.running.trialling import Trials, run_within_limits
+from aflow_tune.running.stopping import run_within_limits
+from aflow_tune.running.trialling import KEPT, Trials
 from aflow_tune.scoring import find
 from aflow_tune.scoring.types import CannotScore
 from aflow_tune.search.ablation import operator_parts
@@ -127,7 +128,7 @@ def run_search(
     search = _Search(config, folder, phase, workflows, stop)
     with search.ray():
         try:
-            record = run_within_limits(config, search.run(), stop, phase, str(folder))
+            record = run_within_limits(config, search.run(), stop, phase, KEPT, folder)
         except (Interrupted, BudgetReached) as error:
             search.write(finished=False, why=str(error))
             raise

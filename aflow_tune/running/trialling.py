@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -13,11 +12,9 @@ from aflow_tune.config.accounting import spend_of
 from aflow_tune.engines.local.models import pick_device
 from aflow_tune.engines.trinity.rollout.adapter import sampling_of
 from aflow_tune.engines.trinity.rollout.trials import RayTrials, TrialRunner, TrialSettings
-from aflow_tune.errors import BudgetReached, Interrupted
 from aflow_tune.evaluation.evaluating import LocalModels
 from aflow_tune.graph.workflow import GraphWorkflow
 from aflow_tune.running.harvesting import AT_ONCE_ON_PROCESSOR, digest, source_of
-from aflow_tune.running.stopping import until_stopped
 from aflow_tune.search.pool import Trial
 from aflow_tune.search.state import WorkflowState
 from aflow_tune.trace import POLICY
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
 
 AT_ONCE_ELSEWHERE = 32
 """Rollouts at once where no model of this machine is asked."""
-_SLACK_SECONDS = 1.0
+KEPT = "finished rollouts are kept"
 
 T = TypeVar("T")
 
@@ -168,33 +165,3 @@ def asks_policy(workflow: GraphWorkflow) -> bool:
     }
     direct = any(node.operator is None for node in workflow.graph.flow.nodes)
     return direct or POLICY in of_operators or not workflow.clients
-
-
-def run_within_limits(
-    config: AflowConfig,
-    work: Coroutine[Any, Any, T],
-    stop: Callable[[], bool],
-    phase: Callable[[str], None],
-    folder: str,
-) -> T:
-    """The result of `work`, which ends when `stop()` says so or `budget` is used up. Raises
-    Interrupted or BudgetReached then, saying that finished rollouts are kept in `folder`."""
-    seconds = config.budget.wall_seconds
-    deadline = float("inf") if seconds is None else time.monotonic() + seconds
-    kept = f"Finished rollouts are kept in {folder}. The same command goes on from there."
-    limited = until_stopped(
-        work,
-        lambda: stop() or time.monotonic() > deadline,
-        lambda: phase("stopping: finished rollouts are kept"),
-    )
-    try:
-        return asyncio.run(limited)
-    except BudgetReached as error:
-        raise BudgetReached(f"{error} {kept}") from None
-    except asyncio.CancelledError:
-        reason = spend_of(config).reached()
-        if reason is None and time.monotonic() > deadline - _SLACK_SECONDS:
-            reason = f"budget.wall_seconds ({seconds:g}) reached"
-        if reason is None:
-            raise Interrupted(f"stopped. {kept}") from None
-        raise BudgetReached(f"{reason}. {kept}") from None
