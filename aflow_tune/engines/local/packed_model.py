@@ -259,9 +259,8 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05
 """Largest difference of a log-probability that counts as rounding in the probe."""
 # Arguments that change the attention weights; models that pass them run unpacked.
 _REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
-_MAX_SCORES = 1 << 24
-"""Scores (S H Q K) up to which a block's backward pass is written out; beyond it the flash kernel's
-constant memory matters more than its speed."""
+_TILE = 128
+"""Queries of a path that the backward pass on a CPU takes at once."""
 
 logger = logging.getLogger(__name__)
 _layout: ContextVar[PackedRow | None] = ContextVar("token_trie_layout", default=None)
@@ -286,15 +285,25 @@ def _attend(
 class _BlockAttention(torch.autograd.Function):
     """Attention of one block with the softmax's backward pass as batched matrix products: with
     P = softmax(s Q K' + mask),  dV = P' dO,  dS = P * (dO V' - rowsum(dO * O)),  dQ = s dS K,
-    dK = s dS' Q. Query heads that share a key head are stacked as more rows."""
+    dK = s dS' Q. Query heads that share a key head are stacked as more rows. A tile of queries is
+    multiplied with the keys up to the last that it sees, which halves the work of whole paths."""
 
     @staticmethod
     def forward(
-        ctx: Any, q_SHQD: Tensor, k_SGKD: Tensor, v_SGKD: Tensor, mask: Tensor, scale: float
+        ctx: Any,
+        q_SHQD: Tensor,
+        k_SGKD: Tensor,
+        v_SGKD: Tensor,
+        block: AttentionBlock,
+        window: int | None,
+        scale: float,
     ) -> Tensor:
+        flagged = block.causal and window is None
+        mask = None if flagged else block.mask(window)
         o_SHQD = _attend(q_SHQD, k_SGKD, v_SGKD, mask, scale)
-        ctx.save_for_backward(q_SHQD, k_SGKD, v_SGKD, o_SHQD, mask)
-        ctx.scale = scale
+        ctx.save_for_backward(q_SHQD, k_SGKD, v_SGKD, o_SHQD, block.mask(window))
+        ctx.scale, ctx.windowed = scale, window is not None
+        ctx.shortest, ctx.longest = (int(at) for at in block.offsets_S.aminmax())
         return o_SHQD
 
     @staticmethod
@@ -303,21 +312,37 @@ class _BlockAttention(torch.autograd.Function):
         q_SHQD, k_SGKD, v_SGKD, o_SHQD, mask_S1QK = ctx.saved_tensors
         S, H, Q, D = q_SHQD.shape
         G, K = k_SGKD.shape[1:3]
+        R = H // G
 
-        def stack(x_SHQD: Tensor) -> Tensor:  # [S G, (H/G) Q, D]
-            return x_SHQD.reshape(S * G, (H // G) * Q, D)
+        def stack(x_SHQD: Tensor) -> Tensor:  # [S G, Q R, ...]: a tile of queries is a slice
+            return x_SHQD.unflatten(1, (G, R)).transpose(2, 3).reshape(S * G, Q * R, -1)
 
-        k, v = k_SGKD.reshape(S * G, K, D), v_SGKD.reshape(S * G, K, D)
-        q, do = stack(q_SHQD * ctx.scale), stack(do_SHQD)
-        scores = torch.bmm(q, k.mT).view(S, H, Q, K)
-        p = scores.masked_fill_(~mask_S1QK, float("-inf")).softmax(-1).view(S * G, -1, K)
-        dv = torch.bmm(p.mT, do)
-        ds = torch.bmm(do, v.mT)
-        ds -= (do * stack(o_SHQD)).sum(-1, keepdim=True)
-        ds *= p
-        dq = torch.bmm(ds, k).mul_(ctx.scale)
-        dk = torch.bmm(ds.mT, q)
-        return dq.view(S, H, Q, D), dk.view(S, G, K, D), dv.view(S, G, K, D), None, None
+        k_BKD, v_BKD = k_SGKD.reshape(S * G, K, D), v_SGKD.reshape(S * G, K, D)
+        q_BND, do_BND = stack(q_SHQD * ctx.scale), stack(do_SHQD)
+        rowsum_BN1 = stack((do_SHQD * o_SHQD).sum(-1, keepdim=True))
+        dq_BND = torch.empty_like(q_BND)
+        dk_BKD = torch.zeros(S * G, K, D, dtype=torch.float32, device=k_BKD.device)
+        dv_BKD = torch.zeros_like(dk_BKD)
+        for start in range(0, Q, _TILE):
+            stop = min(start + _TILE, Q)
+            seen = min(K, ctx.longest + stop)
+            tile = slice(start * R, stop * R)
+            k, v, q, do = k_BKD[:, :seen], v_BKD[:, :seen], q_BND[:, tile], do_BND[:, tile]
+            p = torch.bmm(q, k.mT)
+            # Keys before the tile's first query of every path need no mask.
+            first = 0 if ctx.windowed else min(seen, ctx.shortest + start)
+            hidden = ~mask_S1QK[:, :, start:stop, None, first:seen]
+            p.view(S, G, -1, R, seen)[..., first:].masked_fill_(hidden, float("-inf"))
+            p = p.softmax(-1)
+            dv_BKD[:, :seen] += torch.bmm(p.mT, do)
+            ds = torch.bmm(do, v.mT)
+            ds -= rowsum_BN1[:, tile]
+            ds *= p
+            torch.bmm(ds, k, out=dq_BND[:, tile])
+            dk_BKD[:, :seen] += torch.bmm(ds.mT, q)
+        dq_SHQD = dq_BND.mul_(ctx.scale).view(S, G, Q, R, D).transpose(2, 3).reshape(S, H, Q, D)
+        dk, dv = (x.to(k_BKD.dtype).view(S, G, K, D) for x in (dk_BKD, dv_BKD))
+        return dq_SHQD, dk, dv, None, None, None
 
 
 def trie_attention(
@@ -345,9 +370,8 @@ def trie_attention(
         v = _paths(v_NGD, block.keys_SK)
         inside = sliding_window is None or block.keys_SK.shape[1] <= sliding_window
         window = None if inside else sliding_window
-        scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-        if torch.is_grad_enabled() and q.device.type == "cpu" and scores <= _MAX_SCORES:
-            o = _BlockAttention.apply(q, k, v, block.mask(window), scale)
+        if torch.is_grad_enabled() and q.device.type == "cpu":
+            o = _BlockAttention.apply(q, k, v, block, window, scale)
         else:
             flagged = block.causal and window is None
             o = _attend(q, k, v, None if flagged else block.mask(window), scale)
