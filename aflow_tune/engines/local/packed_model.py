@@ -1,7 +1,8 @@
 """Log-probabilities of a micro-batch from any Hugging Face causal LM, and their gradients.
 
-Two optimisations make a step cheap. Each is tested once against the model's own forward pass; if it
-fails or disagrees, that one is off: one unpadded sequence at a time, or the model's own logits.
+Three optimisations make a step cheap. Each is tested once against the model's own forward pass; if
+it fails or disagrees, that one is off: one unpadded sequence at a time, the model's own logits, its
+own norms.
 
 **Token tries.** All samples of a micro-batch go into one trie, whose nodes are the tokens of one
 packed row. A node attends to its ancestors, so the row equals the separate samples for any causal
@@ -15,6 +16,9 @@ out as batched matrix products, several times faster than the flash kernel's.
 
 so the forward pass processes the rows in chunks, keeps p W (and the entropy's product) of shape
 [rows, hidden] and discards the logits. Only a trained output head recomputes them.
+
+**RMS norms in fp32, a few rows at a time**: what lies between the passes stays in the cache, which
+takes a quarter of the time of whole tensors on a CPU.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -500,15 +505,70 @@ def token_scores(
     return logprobs_M, entropy_U if entropy else None
 
 
+_NORM_ROWS = 512
+
+
+class _RmsNorm(torch.autograd.Function):
+    """y = w x / rms(x) over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467), with
+    rms(x) = sqrt(mean(x^2) + eps). For the gradient g of w x / rms(x) scaled by w:
+    dx = (g - x mean(g x) / rms^2) / rms,  dw = sum(dy x / rms)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        x_NH = x.reshape(-1, x.shape[-1])
+        y_NH = torch.empty_like(x_NH)
+        scale_N1 = torch.empty(len(x_NH), 1, dtype=torch.float32, device=x.device)
+        offset = torch.full((), eps, device=x.device)
+        parts = (tensor.split(_NORM_ROWS) for tensor in (x_NH, y_NH, scale_N1))
+        for x_, y_, scale in zip(*parts, strict=True):
+            norm = torch.linalg.vector_norm(x_, dim=-1, keepdim=True, dtype=torch.float32)
+            torch.addcmul(offset, norm, norm, value=1 / x.shape[-1], out=scale).rsqrt_()
+            y_.copy_(x_ * scale).mul_(weight_H)  # rounded in between, as by the models
+        ctx.save_for_backward(x_NH, weight_H, scale_N1)
+        return y_NH.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_NH, weight_H, scale_N1 = ctx.saved_tensors
+        dy_NH = grads[0].reshape(x_NH.shape)
+        dx_NH = torch.empty_like(x_NH)
+        trained = ctx.needs_input_grad[1]
+        dw_H = torch.zeros_like(weight_H, dtype=torch.float32) if trained else None
+        parts = (tensor.split(_NORM_ROWS) for tensor in (x_NH, dy_NH, dx_NH, scale_N1))
+        for x_, dy, dx, scale in zip(*parts, strict=True):
+            x, g = x_ * scale, dy.float()
+            if dw_H is not None:
+                dw_H += (g * x).sum(0)
+            g = g * weight_H
+            mean = torch.linalg.vecdot(g, x)[:, None].div_(x.shape[-1])
+            dx.copy_(g.addcmul_(x, mean, value=-1).mul_(scale))
+        return dx_NH.view(grads[0].shape), None if dw_H is None else dw_H.to(weight_H.dtype), None
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    """Whether `module` looks like Llama's norm; the probe sees whether it computes the same."""
+    kept = {name for name, _ in module.named_parameters()}
+    named = type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+    return named and kept == {"weight"}
+
+
+def _rms_norm(module: Any, hidden_states: Tensor) -> Tensor:
+    """The forward pass of an RMS norm. Anything but CPU tensors of the weight's type: its own."""
+    if hidden_states.device.type != "cpu" or hidden_states.dtype != module.weight.dtype:
+        return type(module).forward(module, hidden_states)
+    return _RmsNorm.apply(hidden_states, module.weight, module.variance_epsilon)
+
+
 class PackedModel:
-    """A causal LM that scores samples. `packed`, `fused_head`: which optimisations are on."""
+    """A causal LM that scores samples. `packed`, `fused_head`, `fused_norms`: which optimisations
+    are on."""
 
     def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
         self.model = model.eval()
         self.temperature = temperature
         self.device = next(model.parameters()).device
         self._own_attention: str = model.config._attn_implementation or "eager"
-        self.packed = self.fused_head = False
+        self.packed = self.fused_head = self.fused_norms = False
         self._probe()
 
     def scores(
@@ -621,3 +681,9 @@ class PackedModel:
         takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
         self.packed = takes_positions and bool(self.model._supports_attention_backend)
         self.packed = self.packed and agrees("packing")
+        norms = [module for module in self.model.modules() if _is_rms_norm(module)]
+        for norm in norms:
+            norm.forward = partial(_rms_norm, norm)
+        self.fused_norms = bool(norms) and agrees("the fused norms")
+        for norm in norms if not self.fused_norms else ():
+            del norm.forward
