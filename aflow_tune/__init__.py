@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aflow_tune.context import caller, record_metrics, state_key, step_reward
     from aflow_tune.contract.plugins import workflow
+    from aflow_tune.engines.trinity.rollout.openai_endpoint import openai_endpoint
     from aflow_tune.errors import AflowTuneError, BadInput, ExitCode, RunFailed
     from aflow_tune.models.clients import client_for
     from aflow_tune.tuning import tune
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _HOME = {
     "context": ("caller", "record_metrics", "state_key", "step_reward"),
     "contract.plugins": ("workflow",),
+    "engines.trinity.rollout.openai_endpoint": ("openai_endpoint",),
     "errors": ("AflowTuneError", "BadInput", "ExitCode", "RunFailed"),
     "models.clients": ("client_for",),
     "tuning": ("tune",),
@@ -36,6 +38,7 @@ __all__ = [
     "WorkflowOutput",
     "caller",
     "client_for",
+    "openai_endpoint",
     "record_metrics",
     "state_key",
     "step_reward",

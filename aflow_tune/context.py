@@ -213,6 +213,13 @@ def step_reward(value: float) -> None:
         scope.latest.step_reward = reward
 
 
+def open_scope() -> None:
+    """From here on in this context `step_reward` means calls that start after this one."""
+    place = _place.get()
+    if place.scope is not None:
+        _place.set(replace(place, scope=_Scope(_current_task(), place.scope)))
+
+
 def record_metrics(**metrics: float) -> None:
     """Record metrics of this rollout, for training and evaluation curves. A name recorded twice
     keeps its last value. ValueError: a value is not a finite number."""

@@ -14,7 +14,6 @@ from aflow_tune.search.values import (
     race_difference,
     race_order,
     rank_priors,
-    sibling_advantages,
     stages,
 )
 
@@ -79,11 +78,9 @@ def test_stages_end_with_all_problems() -> None:
     ]  # fmt: skip
 
 
-def test_values_are_shrunk_and_siblings_compared() -> None:
+def test_values_are_shrunk() -> None:
     assert learned_value([0.1, 0.3, 0.2, 0.2]) == pytest.approx(4 / (4 + 4) * 0.2)
     assert learned_value([]) == 0
-    assert sibling_advantages([0.3, 0.1, -0.1]) == pytest.approx([0.2, 0.0, -0.2])
-    assert sibling_advantages([0.3]) == [0.0]
 
 
 # What problems show

@@ -101,9 +101,3 @@ def stages(problems: int) -> list[int]:
 def learned_value(gains: Sequence[float]) -> float:
     """V = n / (n + 4) times the mean gain of the n edits at one anchor; 0 without any."""
     return sum(gains) / (len(gains) + 4)
-
-
-def sibling_advantages(gains: Sequence[float]) -> list[float]:
-    """A_S of children of one parent: each one's gain less the mean of all; 0 for an only child."""
-    mean = sum(gains) / len(gains)
-    return [gain - mean for gain in gains]

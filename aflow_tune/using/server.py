@@ -38,7 +38,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from aflow_tune.engines.local.server import bound_socket
+from aflow_tune.engines.local.server import CLIENT_CLOSED, bound_socket
 from aflow_tune.errors import AflowTuneError, BadInput, RunFailed
 from aflow_tune.models.types import ModelError, ModelFailure
 from aflow_tune.sandbox.types import SandboxUnavailable
@@ -49,7 +49,6 @@ log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 512 * 1024
 BODY_SECONDS = 15.0
 """Time within which a whole request has to arrive."""
-CLIENT_CLOSED = 499
 MAX_CONNECTIONS = 128
 MIN_TOKEN_CHARS = 16
 

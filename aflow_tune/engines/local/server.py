@@ -18,7 +18,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from aflow_tune.engines.local.sampler import Sampler
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+CLIENT_CLOSED = 499
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), (0,)),
     **dict.fromkeys(("repetition_penalty", "best_of"), (1,)),
@@ -374,26 +376,32 @@ class SamplerServer:
         room = max(self.sampler.max_model_len - len(prompt_ids), 1)
         params = chat.sampling_params(default_max_tokens=room)
         answer = asyncio.ensure_future(self._submit(prompt_ids, params))
-
-        async def disconnected() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-
-        gone = asyncio.ensure_future(disconnected())
-        try:
-            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            if not answer.done():
-                answer.cancel()
-        if not answer.done():
-            return Response(status_code=499)  # the client is gone
-        drawn, vocabulary = answer.result(), self.sampler.vocabulary
+        drawn, vocabulary = await unless_disconnected(request, answer), self.sampler.vocabulary
+        if drawn is None:
+            return Response(status_code=CLIENT_CLOSED)
         return JSONResponse(chat_response(chat, self.model_name, prompt_ids, drawn, vocabulary))
 
     def _render(self, chat: ChatRequest) -> list[int]:
         options = chat.chat_template_kwargs or {}
         return self._renderer.prompt(chat.messages, chat.offered_tools(), **options)
+
+
+async def unless_disconnected(request: Request, answer: asyncio.Future[T]) -> T | None:
+    """The result of `answer`; None if the client hangs up first, and then `answer` is cancelled."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    gone = asyncio.ensure_future(disconnected())
+    both: set[asyncio.Future[Any]] = {answer, gone}
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        if not answer.done():
+            answer.cancel()
+    return answer.result() if answer.done() else None
 
 
 def _error(status: int, message: str, code: str | None = None) -> Response:

@@ -93,7 +93,7 @@ class RolloutRecorder:
 
     def chat_model(self) -> TrinityChatModel:
         """The model for the user's function; usable in any event loop."""
-        client = _ClientProxy(self._client.model_path, self._create)
+        client = AnyLoopClient(self._client.model_path, self._create)
         return chat_model(client, self._generate_kwargs)
 
     def close(self) -> list[RecordedCall]:
@@ -182,13 +182,21 @@ def load_agentscope() -> None:
 
 
 def chat_model(client: Any, generate_kwargs: Mapping[str, Any]) -> TrinityChatModel:
-    """AgentScope's model object over `client`, which has a `model_path`."""
+    """AgentScope's model object over `client`, which has a `model_path`; its `openai_client()` is
+    `openai_endpoint.openai_client`."""
     from agentscope.model import TrinityChatModel
 
     model = object.__new__(TrinityChatModel)  # its own `__new__` warns that it is deprecated
     model.__dict__.update(_constructed(client.model_path).__dict__)
     model.__dict__.update(client=client, generate_kwargs=dict(generate_kwargs))
+    model.__dict__["openai_client"] = functools.partial(_openai_client, model)
     return model
+
+
+def _openai_client(model: Any, **options: Any) -> Any:
+    from aflow_tune.engines.trinity.rollout.openai_endpoint import openai_client
+
+    return openai_client(model, **options)
 
 
 def auxiliary_chat_models(
@@ -207,7 +215,7 @@ def auxiliary_chat_models(
             kwargs = {name: value for name, value in kwargs.items() if value is not None}
             return await _in_loop(loop, functools.partial(ask, kwargs))
 
-        return chat_model(_ClientProxy(client.model_path, create), model.generate_kwargs)
+        return chat_model(AnyLoopClient(client.model_path, create), model.generate_kwargs)
 
     pairs = zip(wrappers, clients, strict=True)
     return {str(wrapper.config.name): shared(wrapper, client) for wrapper, client in pairs}
@@ -268,8 +276,11 @@ def state_hash(task_id: str, caller: str, state: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class _ClientProxy:
-    """The part of `openai.AsyncOpenAI` that can be recorded: `chat.completions`."""
+class AnyLoopClient:
+    """The part of `openai.AsyncOpenAI` that can be recorded: `chat.completions`. For any loop."""
+
+    sampling_names = ("temperature", "seed", *_DISTRIBUTION_KEYS)
+    """Arguments by which a call would be sampled otherwise than the configuration says."""
 
     def __init__(self, model_path: str, create: Callable[..., Any]) -> None:
         async def parse(*, response_format: Any, **kwargs: Any) -> Any:

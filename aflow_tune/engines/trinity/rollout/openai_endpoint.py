@@ -1,0 +1,372 @@
+"""The model of a rollout behind OpenAI's API: for agents of any framework, process or language.
+
+    async with openai_endpoint(model) as endpoint:
+        agent = AnyAgent(base_url=endpoint.base_url, api_key=endpoint.api_key)
+
+Chat completions and the Responses API; a stream is answered as one, after the model has answered
+whole, since streams carry no token ids. Calls are recorded as those of `model` itself, and belong
+to the `caller` in whose block the endpoint was opened. A client elsewhere may say more by headers:
+`X-Aflow-Caller`, `X-Aflow-State-Key`; `POST {base_url}/step_reward {"reward": 0.5}` is
+`step_reward(0.5)` for the endpoint's last call.
+
+The process has one server, on loopback, or on the node's address if the Ray cluster has several.
+Each endpoint has a path and a key of its own, both random, which end with its block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import hmac
+import inspect
+import json
+import logging
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import httpx
+import ray
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from aflow_tune.cluster.ray_for_run import spans_nodes
+from aflow_tune.context import caller, open_scope, state_key, step_reward
+from aflow_tune.engines.local.server import CLIENT_CLOSED, bound_socket, unless_disconnected
+from aflow_tune.engines.trinity.rollout import responses_api
+from aflow_tune.errors import AflowTuneError, BadInput, BudgetReached
+
+if TYPE_CHECKING:
+    import openai
+
+log = logging.getLogger(__name__)
+
+Sampling = Literal["configured", "client"]
+MAX_BODY_BYTES = 32 * 1024 * 1024
+MAX_KEPT = 256
+"""Responses of an endpoint that a client can continue by `previous_response_id`."""
+_OF_OPENAI = {
+    *("model", "stream", "stream_options", "store", "metadata", "user", "service_tier"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "moderation"),
+    *("safety_identifier", "verbosity", "reasoning_effort", "parallel_tool_calls"),
+}
+"""What concerns OpenAI's service, and not the answer of a model of one's own."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a client asks the rollout's model, and its key."""
+
+    base_url: str
+    api_key: str = field(repr=False)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """For a process to be started: the variables that OpenAI's clients read."""
+        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+
+
+@asynccontextmanager
+async def openai_endpoint(
+    model: Any, *, sampling: Sampling = "configured"
+) -> AsyncIterator[Endpoint]:
+    """Serve the model that a workflow got, for the block.
+
+    `sampling`: by default temperature, top_p, seed and the like are those of the configuration,
+    whatever the client sends, since only such calls can be trained. "client": as the client says;
+    calls that differ are answered and not trained. Raises BadInput: not a model of a rollout, or
+    another `sampling`. RunFailed: the server cannot listen."""
+    context = contextvars.copy_context()
+    context.run(open_scope)
+    entry = _Entry(model, sampling, context)
+    server = await asyncio.to_thread(_server)
+    place, key = secrets.token_urlsafe(12), secrets.token_urlsafe(32)
+    server.open[place] = key, entry
+    try:
+        yield Endpoint(f"{server.url}/{place}/v1", key)
+    finally:
+        del server.open[place]
+        server.cancel(entry)
+
+
+def openai_client(
+    model: Any, *, sampling: Sampling = "configured", **options: Any
+) -> openai.AsyncOpenAI:
+    """OpenAI's client over the model that a workflow got, in this process and without a server:
+    each call belongs to the `caller` block and takes the state key where it is made. `options`: for
+    `openai.AsyncOpenAI`. Raises BadInput as `openai_endpoint`."""
+    import openai
+
+    entry = _Entry(model, sampling)
+    transport = httpx.ASGITransport(_app(lambda place, key: entry))
+    http_client = httpx.AsyncClient(transport=transport)
+    given = {"base_url": "http://in-process/-/v1", "api_key": "EMPTY", "http_client": http_client}
+    return openai.AsyncOpenAI(**{**given, **options})
+
+
+class _Entry:
+    """An open endpoint. `context`: of its block; None: each request's own."""
+
+    def __init__(
+        self, model: Any, sampling: Sampling, context: contextvars.Context | None = None
+    ) -> None:
+        title, client = "This model cannot be served.", getattr(model, "client", None)
+        if client is None or not hasattr(client, "sampling_names"):  # `recording.AnyLoopClient`
+            expected, fix = "the model of a rollout", "pass `model` as your workflow gets it"
+            raise BadInput.of(title, "model", expected, type(model).__name__, fix)
+        if sampling not in ("configured", "client"):
+            expected, fix = "'configured' or 'client'", "use one of them"
+            raise BadInput.of(title, "sampling", expected, repr(sampling), fix)
+        self.context, self._create = context, client.chat.completions.create
+        self._left_out = _OF_OPENAI | set(client.sampling_names if sampling == "configured" else ())
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.kept: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
+        """Messages up to each response, for the client to continue."""
+
+    async def run(self, request: Request, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """`work()` in the endpoint's context with what the request's headers add. None: the client
+        hung up. Raises _Refused: the rollout ended."""
+        context = contextvars.copy_context() if self.context is None else self.context.copy()
+        for header, block in (("x-aflow-caller", caller), ("x-aflow-state-key", state_key)):
+            if name := request.headers.get(header):
+                context.run(block(name).__enter__)
+        task = asyncio.get_running_loop().create_task(work(), context=context)
+        self.tasks.add(task)
+        try:
+            return await unless_disconnected(request, task)
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise
+            raise _Refused(503, "this rollout is over; its model takes no more calls") from None
+        finally:
+            self.tasks.discard(task)
+
+    async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A chat completion as OpenAI answers it."""
+        given = {n: v for n, v in body.items() if n not in self._left_out and v is not None}
+        given["messages"] = [_message(it) for it in _listed(body, "messages")]
+        more = {name: given.pop(name) for name in list(given) if name not in _parameters()}
+        answered = await self._create(**given, **({"extra_body": more} if more else {}))
+        response: dict[str, Any] = answered.model_dump()
+        for private in ("prompt_token_ids", "prompt_logprobs", "kv_transfer_params"):
+            response.pop(private, None)
+        for choice in response["choices"]:
+            choice.pop("token_ids", None)
+            if not body.get("logprobs"):
+                choice["logprobs"] = None
+        return response
+
+    async def respond(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The same by the Responses API."""
+        before: list[dict[str, Any]] = []
+        if previous := body.get("previous_response_id"):
+            if previous not in self.kept:
+                raise _Refused(404, f"no response {previous!r} of this endpoint")
+            before = self.kept[previous]
+        try:
+            asked = responses_api.as_chat(body, before)
+        except ValueError as error:
+            raise _Refused(400, str(error)) from error
+        answered = await self.ask(asked)
+        response = responses_api.as_response(body, answered)
+        told = before + responses_api.as_chat({**body, "instructions": None})["messages"]
+        self.kept[response["id"]] = [*told, answered["choices"][0]["message"]]
+        if len(self.kept) > MAX_KEPT:
+            self.kept.popitem(last=False)
+        return response
+
+
+def _message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise _Refused(400, f"a message is an object with a role, not {message!r:.80}")
+    # OpenAI's newer name; chat templates know the older one.
+    return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
+def _listed(body: Mapping[str, Any], name: str) -> list[Any]:
+    value = body.get(name)
+    if not isinstance(value, list) or not value:
+        raise _Refused(400, f"{name}: a list that is not empty is needed, not {value!r:.80}")
+    return value
+
+
+@functools.cache
+def _parameters() -> frozenset[str]:
+    """What `create` of OpenAI's client takes by name; other fields go into `extra_body`."""
+    from openai.resources.chat.completions import AsyncCompletions
+
+    return frozenset(inspect.signature(AsyncCompletions.create).parameters)
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def _app(entry_of: Callable[[str, str], _Entry | None]) -> FastAPI:
+    """`entry_of`: the endpoint with this path and key, None without one."""
+    app = FastAPI(openapi_url=None)
+
+    def route(
+        path: str, answer: Callable[[_Entry, dict[str, Any]], Coroutine[Any, Any, Any]], events: Any
+    ) -> None:
+        @app.post("/{place}/v1/" + path)
+        async def handle(place: str, request: Request) -> Response:
+            entry = entry_of(place, _key(request))
+            if entry is None:
+                return _error(401, "no endpoint that is open, or not its key")
+            try:
+                body = await _body(request)
+                done = await entry.run(request, functools.partial(answer, entry, body))
+            except Exception as error:
+                return _error(*_told(error))
+            if done is None:
+                return Response(status_code=CLIENT_CLOSED)
+            if body.get("stream"):
+                return StreamingResponse(_sent(events(body, done)), media_type="text/event-stream")
+            return JSONResponse(done)
+
+    async def reward(entry: _Entry, body: dict[str, Any]) -> dict[str, Any]:
+        step_reward(body.get("reward"))  # type: ignore[arg-type]
+        return {"ok": True}
+
+    route("chat/completions", _Entry.ask, _chunks)
+    route("responses", _Entry.respond, lambda body, done: responses_api.events(done))
+    route("step_reward", reward, None)
+
+    @app.get("/{place}/v1/models")
+    async def models(place: str, request: Request) -> Response:
+        if entry_of(place, _key(request)) is None:
+            return _error(401, "no endpoint that is open, or not its key")
+        entry = {"id": "policy", "object": "model", "created": 0, "owned_by": "aflow-tune"}
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    return app
+
+
+def _key(request: Request) -> str:
+    return request.headers.get("authorization", "").removeprefix("Bearer ")
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    raw = b""
+    async for part in request.stream():
+        raw += part
+        if len(raw) > MAX_BODY_BYTES:
+            raise _Refused(413, f"a request has at most {MAX_BODY_BYTES} bytes")
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise _Refused(400, f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise _Refused(400, "the body is a JSON object")
+    return body
+
+
+def _told(error: Exception) -> tuple[int, str]:
+    """Status and message of an error; the one of the server behind is passed on."""
+    import openai
+
+    if isinstance(error, _Refused):
+        return error.status, str(error)
+    if isinstance(error, openai.APIStatusError):
+        body = error.body if isinstance(error.body, dict) else {}
+        return error.status_code, str(body.get("message") or error.message)
+    if isinstance(error, BudgetReached):
+        return 429, str(error)
+    if isinstance(error, (AflowTuneError, ValueError, TypeError)):
+        return 400, str(error)
+    log.warning("a call to an endpoint failed: %s", type(error).__name__, exc_info=error)
+    return 500, f"{type(error).__name__}: {error}"
+
+
+def _error(status: int, message: str) -> Response:
+    kind = {401: "authentication_error", 500: "server_error"}.get(status, "invalid_request_error")
+    error = {"message": message, "type": kind, "param": None, "code": None}
+    # Repeated, it would be another call of the rollout; the server behind was asked again already.
+    return JSONResponse({"error": error}, status, headers={"x-should-retry": "false"})
+
+
+def _sent(events: Iterable[dict[str, Any] | str]) -> Iterator[str]:
+    """Server-sent events; those of the Responses API have a name."""
+    for event in events:
+        if isinstance(event, str):
+            yield f"data: {event}\n\n"
+        else:
+            name = f"event: {event['type']}\n" if "type" in event else ""
+            yield f"{name}data: {json.dumps(event)}\n\n"
+
+
+def _chunks(body: Mapping[str, Any], done: Mapping[str, Any]) -> Iterator[dict[str, Any] | str]:
+    """A chat completion as the chunks of a stream."""
+    head = {name: done[name] for name in ("id", "created", "model")}
+    head["object"] = "chat.completion.chunk"
+    for choice in done["choices"]:
+        message = {name: it for name, it in choice["message"].items() if it is not None}
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
+        first = {"index": choice["index"], "delta": message, "finish_reason": None}
+        first["logprobs"] = choice["logprobs"]
+        last = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
+        yield {**head, "choices": [first]}
+        yield {**head, "choices": [last]}
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield {**head, "choices": [], "usage": done["usage"]}
+    yield "[DONE]"
+
+
+class _Server:
+    """The process's server. Its thread ends with the process."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, tuple[str, _Entry]] = {}
+        several = ray.is_initialized() and spans_nodes()
+        host = ray.util.get_node_ip_address() if several else "127.0.0.1"
+        listener = bound_socket(host, 0)
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{listener.getsockname()[1]}"
+        options: dict[str, Any] = {"log_level": "error", "access_log": False, "lifespan": "off"}
+        server = uvicorn.Server(
+            uvicorn.Config(_app(self._entry), timeout_keep_alive=600, **options)
+        )
+        self._loop = asyncio.new_event_loop()
+
+        def serve() -> None:
+            asyncio.set_event_loop(self._loop)
+            self._loop.run_until_complete(server.serve(sockets=[listener]))
+
+        threading.Thread(target=serve, daemon=True, name="openai-endpoint").start()
+        while not server.started:
+            time.sleep(0.005)
+
+    def _entry(self, place: str, key: str) -> _Entry | None:
+        wanted, entry = self.open.get(place, ("", None))
+        return entry if entry and hmac.compare_digest(key.encode(), wanted.encode()) else None
+
+    def cancel(self, entry: _Entry) -> None:
+        """End what a client still waits for."""
+
+        def end() -> None:
+            for task in list(entry.tasks):
+                task.cancel()
+
+        self._loop.call_soon_threadsafe(end)
+
+
+_lock = threading.Lock()
+_servers: list[_Server] = []
+
+
+def _server() -> _Server:
+    with _lock:
+        if not _servers:
+            _servers.append(_Server())
+        return _servers[0]
