@@ -87,8 +87,9 @@ async def with_dspy(task: Dict, model: TrinityChatModel) -> float:
     import dspy
 
     async with openai_endpoint(model) as endpoint:
-        lm = dspy.LM("openai/policy", api_base=endpoint.base_url, api_key=endpoint.api_key)
-        with dspy.context(lm=lm):
+        # Without `cache=False` the second run of a task would get the answers of the first.
+        address = {"api_base": endpoint.base_url, "api_key": endpoint.api_key}
+        with dspy.context(lm=dspy.LM("openai/policy", cache=False, **address)):
             program = dspy.ReAct("question -> answer: float", tools=[add])
             result = await program.acall(question=task["question"])
     return score(task, result.answer)
