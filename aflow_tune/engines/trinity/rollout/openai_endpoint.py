@@ -242,6 +242,11 @@ def _app(entry_of: Callable[[str, str], _Entry | None]) -> FastAPI:
     route("responses", _Entry.respond, lambda body, done: responses_api.events(done))
     route("step_reward", reward, None)
 
+    @app.exception_handler(404)
+    async def unknown(request: Request, error: Exception) -> Response:
+        told = "chat/completions, responses, step_reward (POST) and models (GET)"
+        return _error(404, f"this endpoint has {told}, not {request.url.path.partition('/v1/')[2]}")
+
     @app.get("/{place}/v1/models")
     async def models(place: str, request: Request) -> Response:
         if entry_of(place, _key(request)) is None:
