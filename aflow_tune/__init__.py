@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from aflow_tune.context import caller, record_metrics, state_key, step_reward
     from aflow_tune.contract.plugins import workflow
     from aflow_tune.errors import AflowTuneError, BadInput, ExitCode, RunFailed
+    from aflow_tune.models.chat_model import TrinityChatModel
     from aflow_tune.models.clients import client_for
+    from aflow_tune.models.types import text_of
     from aflow_tune.tuning import tune
     from aflow_tune.types import JudgeOutput, TuneResult, WorkflowOutput
 
@@ -21,7 +23,9 @@ _HOME = {
     "context": ("caller", "record_metrics", "state_key", "step_reward"),
     "contract.plugins": ("workflow",),
     "errors": ("AflowTuneError", "BadInput", "ExitCode", "RunFailed"),
+    "models.chat_model": ("TrinityChatModel",),
     "models.clients": ("client_for",),
+    "models.types": ("text_of",),
     "tuning": ("tune",),
     "types": ("JudgeOutput", "TuneResult", "WorkflowOutput"),
 }
@@ -32,6 +36,7 @@ __all__ = [
     "ExitCode",
     "JudgeOutput",
     "RunFailed",
+    "TrinityChatModel",
     "TuneResult",
     "WorkflowOutput",
     "caller",
@@ -39,6 +44,7 @@ __all__ = [
     "record_metrics",
     "state_key",
     "step_reward",
+    "text_of",
     "tune",
     "workflow",
 ]
