@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from aflow_tune.contract.plugins import workflow
     from aflow_tune.engines.trinity.rollout.openai_endpoint import openai_endpoint
     from aflow_tune.errors import AflowTuneError, BadInput, ExitCode, RunFailed
+    from aflow_tune.models.chat_model import TrinityChatModel
     from aflow_tune.models.clients import client_for
+    from aflow_tune.models.types import text_of
     from aflow_tune.tuning import tune
     from aflow_tune.types import JudgeOutput, TuneResult, WorkflowOutput
 
@@ -23,7 +25,9 @@ _HOME = {
     "contract.plugins": ("workflow",),
     "engines.trinity.rollout.openai_endpoint": ("openai_endpoint",),
     "errors": ("AflowTuneError", "BadInput", "ExitCode", "RunFailed"),
+    "models.chat_model": ("TrinityChatModel",),
     "models.clients": ("client_for",),
+    "models.types": ("text_of",),
     "tuning": ("tune",),
     "types": ("JudgeOutput", "TuneResult", "WorkflowOutput"),
 }
@@ -34,6 +38,7 @@ __all__ = [
     "ExitCode",
     "JudgeOutput",
     "RunFailed",
+    "TrinityChatModel",
     "TuneResult",
     "WorkflowOutput",
     "caller",
@@ -42,6 +47,7 @@ __all__ = [
     "record_metrics",
     "state_key",
     "step_reward",
+    "text_of",
     "tune",
     "workflow",
 ]

@@ -45,7 +45,7 @@ async def measure(port: int, calls: int, rounds: int) -> dict[tuple[int, str], l
     import openai
 
     from aflow_tune.engines.trinity.rollout.adapter import WorkflowAdapter
-    from aflow_tune.engines.trinity.rollout.recording import chat_model
+    from aflow_tune.models.chat_model import chat_model
 
     # isort: split
     # After the lines above, which install the stand-in for vLLM that Trinity needs.

@@ -32,16 +32,16 @@ ALLOWED = 0.2
 WORKFLOW = """
 from typing import Dict
 
-from agentscope.model import TrinityChatModel
+from aflow_tune import TrinityChatModel, text_of
 
 PADDING = "Here is a remark that has nothing to do with it. " * {remarks}
 
 
 async def two_calls(task: Dict, model: TrinityChatModel) -> float:
     first = await model([{{"role": "user", "content": PADDING + task["question"]}}])
-    text = first.content[0]["text"] if first.content else ""
+    text = text_of(first.content)
     second = await model([{{"role": "user", "content": task["question"] + " " + text[:20]}}])
-    text += second.content[0]["text"] if second.content else ""
+    text += text_of(second.content)
     return sum(c.isalpha() for c in text) / max(1, len(text))
 """
 

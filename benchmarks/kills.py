@@ -37,14 +37,13 @@ MOST_COMMANDS = 6
 WORKFLOW = """
 from typing import Dict
 
-from agentscope.model import TrinityChatModel
-
+from aflow_tune import TrinityChatModel, text_of
 from aflow_tune.context import keep
 
 
 async def letters(task: Dict, model: TrinityChatModel) -> float:
     answer = await model([{"role": "user", "content": task["question"]}])
-    text = answer.content[0]["text"] if answer.content else ""
+    text = text_of(answer.content)
     keep("question", task["question"])
     return sum(c.isalpha() for c in text) / max(1, len(text))
 """

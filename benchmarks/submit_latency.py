@@ -41,7 +41,7 @@ import time
 from pathlib import Path
 from typing import Dict
 
-from agentscope.model import TrinityChatModel
+from aflow_tune import TrinityChatModel
 
 FIRST = Path({first!r})
 

@@ -8,18 +8,16 @@ from pathlib import Path
 WORKFLOW = """
 from typing import Dict
 
-from agentscope.model import TrinityChatModel
-
-from aflow_tune import caller, record_metrics
+from aflow_tune import TrinityChatModel, caller, record_metrics, text_of
 
 
 async def two_calls(task: Dict, model: TrinityChatModel) -> float:
     with caller("first"):
         first = await model([{"role": "user", "content": task["question"]}])
-    text = first.content[0]["text"] if first.content else ""
+    text = text_of(first.content)
     with caller("second"):
         second = await model([{"role": "user", "content": task["question"] + text[:8]}])
-    text += second.content[0]["text"] if second.content else ""
+    text += text_of(second.content)
     share = sum(c.isalpha() for c in text) / max(1, len(text))
     record_metrics(letters=share)
     return share

@@ -103,8 +103,10 @@ def completion(request: dict[str, Any], reply: Reply) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.text}
     calls = [{"name": name, "arguments": json.dumps(given)} for name, given in reply.tool_calls]
     if calls:
+        first = len(request["messages"])  # each call of a conversation has an id of its own
         message["tool_calls"] = [
-            {"id": f"call_{j}", "type": "function", "function": it} for j, it in enumerate(calls)
+            {"id": f"call_{number}", "type": "function", "function": call}
+            for number, call in enumerate(calls, first)
         ]
     choice = {"message": message, "finish_reason": reply.finish_reason}
     if request.get("logprobs"):

@@ -15,17 +15,24 @@ import numpy as np
 import openai
 import pytest
 import torch
-from agentscope.agent import ReActAgent
-from agentscope.formatter import OpenAIChatFormatter
 from agentscope.message import Msg
-from agentscope.model import OpenAIChatModel, TrinityChatModel
+from agentscope.model import OpenAIChatModel
+from agentscopes import only_first
 from pydantic import BaseModel
 from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer, make_task
 from trinity.common.experience import Experience
 from trinity.explorer.workflow_runner import Status
 from trinity.utils.metrics import aggregate_eval_metrics, calculate_task_level_metrics
 
-from aflow_tune import JudgeOutput, WorkflowOutput, caller, record_metrics, step_reward
+from aflow_tune import (
+    JudgeOutput,
+    TrinityChatModel,
+    WorkflowOutput,
+    caller,
+    record_metrics,
+    step_reward,
+    text_of,
+)
 from aflow_tune.engines.trinity.rollout import adapter
 from aflow_tune.engines.trinity.rollout.operators import FAILURE_KEY, TRACE_KEY
 from aflow_tune.report.records import EvalRecord, read_records
@@ -190,7 +197,7 @@ def test_every_step_carries_reward_caller_and_state_and_the_last_one_metrics(
             await model(ASK)
             with caller("check"):
                 answer = await model(ASK)
-        assert answer.content[0]["text"] == "four"
+        assert text_of(answer.content) == "four"
         record_metrics(right=1)
         return 0.5
 
@@ -298,7 +305,7 @@ def test_a_judge_scores_the_response_and_auxiliary_models_have_names(
 
     async def judge(task: dict, response: str, auxiliary_models: dict) -> JudgeOutput:
         verdict = await auxiliary_models["referee"](ASK)
-        said = verdict.content[0]["text"]
+        said = text_of(verdict.content)
         return JudgeOutput(reward=float(response == task["answer"]), metrics={"said": len(said)})
 
     with ScriptedServer(lambda request: "certainly") as other:
@@ -361,7 +368,10 @@ class Answer(BaseModel):
 
 
 async def react(task: dict, model: TrinityChatModel) -> float:
-    """The workflow of AgentScope's documentation, with a shorter reward."""
+    """The workflow of AgentScope 1's documentation, with a shorter reward."""
+    from agentscope.agent import ReActAgent
+    from agentscope.formatter import OpenAIChatFormatter
+
     agent = ReActAgent(
         name="react_agent",
         sys_prompt="You solve math problems.",
@@ -376,6 +386,7 @@ async def react(task: dict, model: TrinityChatModel) -> float:
     return float(response.metadata["result"] == task["answer"])
 
 
+@only_first
 def test_agentscopes_react_agent_runs_and_each_of_its_calls_is_a_step() -> None:
     def answer(request: dict[str, Any]) -> Reply:
         assert "generate_response" in [tool["function"]["name"] for tool in request["tools"]]

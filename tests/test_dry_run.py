@@ -18,21 +18,16 @@ from aflow_tune.errors import BadInput
 WORKFLOW = """
 from typing import Dict
 
-from agentscope.model import TrinityChatModel
-
-from aflow_tune import caller
+from aflow_tune import TrinityChatModel, caller, text_of
 
 
 async def two_calls(task: Dict, model: TrinityChatModel) -> float:
     with caller("draft"):
         draft = await model([{"role": "user", "content": task["question"]}])
     with caller("final"):
-        final = await model([{"role": "user", "content": task["question"] + text_of(draft)}])
-    return 1.0 if text_of(final) == task["answer"] else 0.0
-
-
-def text_of(response) -> str:
-    return response.content[0]["text"] if response.content else ""
+        shown = task["question"] + text_of(draft.content)
+        final = await model([{"role": "user", "content": shown}])
+    return 1.0 if text_of(final.content) == task["answer"] else 0.0
 """
 PLAN = {"tasks": 4, "played": 2, "train_batch_size": 64, "counts_calls": True}
 PLAN |= {"explorer_rounds": 1, "trainer_steps": 1}
@@ -251,7 +246,7 @@ def test_a_gpu_configuration_is_played_here_and_its_batch_counted(
 
 def test_models_behind_an_api_are_not_called(capsys, monkeypatch, tmp_path, tiny_model_dir):
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    judged = WORKFLOW.replace("import caller", "import caller, client_for").replace(
+    judged = WORKFLOW.replace("caller, text_of", "caller, client_for, text_of").replace(
         "    return 1.0 if",
         '    verdict = await client_for("judge").complete([{"role": "user", "content": "Well?"}])\n'
         '    assert verdict.model == "far-judge" and verdict.text.endswith(".")\n'

@@ -24,9 +24,7 @@ from aflow_tune.report.records import read_records
 WORKFLOW = """
 from typing import Dict
 
-from agentscope.model import TrinityChatModel
-
-from aflow_tune import caller, record_metrics
+from aflow_tune import TrinityChatModel, caller, record_metrics, text_of
 from aflow_tune.operators import Custom
 
 
@@ -40,7 +38,7 @@ async def by_operator(task: Dict, model: TrinityChatModel) -> float:
 async def ask_once(task: Dict, model: TrinityChatModel) -> float:
     with caller("ask"):
         reply = await model([{"role": "user", "content": task["question"]}])
-    text = "".join(block["text"] for block in reply.content if block["type"] == "text")
+    text = text_of(reply.content)
     if text == "crash":
         raise LookupError("no such planet")
     right = float(task["answer"] in text)

@@ -10,10 +10,9 @@ from typing import Any
 
 import openai
 import pytest
-from agentscope.model import TrinityChatModel
 from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer, make_task
 
-from aflow_tune import caller, record_metrics
+from aflow_tune import TrinityChatModel, caller, record_metrics
 from aflow_tune.models.client import BaseClient
 from aflow_tune.models.spend import Call
 from aflow_tune.models.types import Ask, Usage

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from agentscope.model import AnthropicChatModel, OpenAIChatModel
+from agentscopes import SECOND, only_second
 from faulty_server import USAGE, FaultyServer, Step, anthropic_reply, openai_reply
 
 from aflow_tune.errors import BadInput
@@ -26,7 +27,7 @@ from aflow_tune.models import (
 )
 from aflow_tune.models.http_client import HttpClient
 from aflow_tune.models.prices import FixedPrice
-from aflow_tune.models.types import Ask
+from aflow_tune.models.types import Ask, text_of
 from aflow_tune.sections import BudgetSection, ModelSettings, PriceSettings
 from aflow_tune.trace import ModelCall, Trace
 
@@ -348,8 +349,24 @@ KEY = "sk-agentscope-0123456789"
 
 
 def openai_model(server: FaultyServer, **options: Any) -> OpenAIChatModel:
+    if SECOND:
+        from agentscope.credential import OpenAICredential
+
+        credential = OpenAICredential(api_key=KEY, base_url=server.openai_url)
+        kwargs = {"max_retries": 0}
+        return OpenAIChatModel(credential, "m", max_retries=0, client_kwargs=kwargs, **options)
     kwargs = {"base_url": server.openai_url, "max_retries": 0}
     return OpenAIChatModel("m", api_key=KEY, client_kwargs=kwargs, **options)
+
+
+def anthropic_model(server: FaultyServer) -> AnthropicChatModel:
+    if SECOND:
+        from agentscope.credential import AnthropicCredential
+
+        credential = AnthropicCredential(api_key="k", base_url=server.url)
+        return AnthropicChatModel(credential, "m", stream=False)
+    kwargs = {"base_url": server.url}
+    return AnthropicChatModel("m", api_key="k", stream=False, client_kwargs=kwargs)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -376,16 +393,38 @@ def test_agentscopes_openai_model(stream: bool) -> None:
 def test_agentscopes_anthropic_model_gets_a_tool_for_the_schema_and_no_arguments() -> None:
     use = {"type": "tool_use", "id": "t", "name": "answer", "input": {"n": 2}}
     with FaultyServer([Step(body=anthropic_reply(None, (7, 3), use))]) as server:
-        model = AnthropicChatModel(
-            "m", api_key="k", stream=False, client_kwargs={"base_url": server.url}
-        )
-        client = as_client(model)
+        client = as_client(anthropic_model(server))
         reply = asyncio.run(client.complete(HELLO, schema=SCHEMA, seed=1))
         with pytest.raises(BadInput, match="stop"):
             asyncio.run(client.complete(HELLO, stop=["END"]))
     assert (reply.text, reply.tool_calls, reply.usage) == ('{"n": 2}', (), Usage(7, 3))
     sent = server.requests[0].body
     assert ("seed" in sent, sent["tool_choice"]["name"]) == (False, "answer")
+
+
+@only_second
+def test_a_conversation_reaches_a_model_of_agentscope_2_as_its_messages() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"n": 1}'}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "name": "add", "content": "2"},
+        {"role": "user", "content": [{"type": "text", "text": "and now?"}]},
+    ]
+    with FaultyServer() as server:
+        client = as_client(openai_model(server, stream=False))
+        assert asyncio.run(client.complete(messages)).text == "fine"
+        image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+        with pytest.raises(BadInput, match="image_url"):
+            asyncio.run(client.complete([image]))
+    (request,) = server.requests
+    sent = request.body["messages"]
+    assert [(it["role"], text_of(it["content"])) for it in sent] == [
+        (it["role"], text_of(it["content"])) for it in messages
+    ]
+    assert sent[2]["tool_calls"] == [call]
+    assert sent[3]["tool_call_id"] == "c"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from aflow_tune.context import RolloutContext
 from aflow_tune.engines.trinity.rollout.recording import (
     RecordedCall,
     RolloutRecorder,
+    auxiliary_chat_models,
     recording_client,
 )
 
@@ -73,6 +74,23 @@ def test_calls_of_a_client_are_recorded_and_sampled_as_configured() -> None:
     assert sent["temperature"] == 1.0
     assert sent["seed"] != 7
     assert "store" not in sent
+
+
+def test_an_auxiliary_model_is_asked_as_configured_and_not_recorded() -> None:
+    async def main(url: str) -> str:
+        wrapper = ScriptedModel(url, "judge")
+        wrapper._generate_kwargs = {"temperature": 0.3}
+        clients = [wrapper.get_openai_async_client()]
+        models = auxiliary_chat_models([wrapper], clients, asyncio.get_running_loop())
+        async with openai_endpoint(models["judge"]) as endpoint, client(endpoint) as agent:
+            given: Any = {"model": "gpt-9", "temperature": 0}
+            answer = await agent.chat.completions.create(messages=ask("hi"), **given)
+        return str(answer.choices[0].message.content)
+
+    with ScriptedServer(last_text) as server:
+        assert asyncio.run(main(server.url)) == "HI"
+    assert server.requests[0]["temperature"] == 0.3
+    assert server.requests[0]["model"] == "scripted"
 
 
 def test_sampling_of_the_client_is_answered_and_not_trained() -> None:
@@ -157,7 +175,9 @@ def test_structured_output_and_responses() -> None:
         _, calls = record(server, use)
     assert len(calls) == 5
     kept, sent = (request["messages"] for request in server.requests[-2:])
-    assert kept[-1] == sent[-1] == {"role": "tool", "tool_call_id": "call_0", "content": "3"}
+    for messages in (kept, sent):
+        (call,) = messages[2]["tool_calls"]
+        assert messages[3] == {"role": "tool", "tool_call_id": call["id"], "content": "3"}
     assert [it["role"] for it in kept] == ["system", "user", "assistant", "tool"]
     assert [it["role"] for it in sent] == ["system", "user", "assistant", "tool"]
 

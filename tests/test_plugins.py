@@ -140,6 +140,7 @@ def test_each_error_says_what_to_write(tmp_path: Path, spec: str, found: str, cu
         ("from json import dmps\n", 1, "cannot import name 'dmps' from 'json'", "json/__init__"),
         ("import sys\nsys.exit(3)\n", 2, "SystemExit: 3 at `sys.exit(3)`", ""),
         ("from agentscope.tune import tune\n", 1, "agentscope", "from `aflow_tune`"),
+        ("from json import TrinityChatModel\n", 1, "TrinityChatModel", "from `aflow_tune`"),
         ("x = '\0'\n", None, "null bytes", ""),
     ],
 )

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from agentscope.model import TrinityChatModel
+from agentscopes import only_first
 from pydantic import BaseModel
 from scripted_server import Reply, ScriptedModel, ScriptedServer
 
-from aflow_tune import caller
+from aflow_tune import TrinityChatModel, caller, text_of
 from aflow_tune.context import RolloutContext
 from aflow_tune.engines.trinity.rollout.recording import (
     RecordedCall,
@@ -64,7 +64,7 @@ def test_concurrent_calls_keep_their_caller_and_the_order_in_which_they_started(
             first = await model(ask(f"first {number}"))
             task = asyncio.create_task(model(ask(f"second {number}")))  # takes the context along
             second = await task
-        return first.content[0]["text"] + second.content[0]["text"]
+        return text_of(first.content) + text_of(second.content)
 
     async def use(model: TrinityChatModel) -> list[str]:
         return await asyncio.gather(*(one(model, number) for number in numbers))
@@ -109,6 +109,7 @@ class City(BaseModel):
     people: int
 
 
+@only_first
 def test_structured_output_is_recorded_and_falls_back_to_a_tool_call() -> None:
     def answer(request: dict[str, Any]) -> Reply:
         if "response_format" in request:
@@ -200,4 +201,7 @@ def test_the_state_is_task_caller_and_normalised_input() -> None:
     assert state == state_hash("1/0", "solve", messages(" a question", "call_2", "1"))
     others = [("1/1", "solve", asked), ("1/0", "check", asked), ("1/0", "solve", asked[:2])]
     others.append(("1/0", "solve", messages("A question", "call_1", "1")))
+    told = [f"<current-time>2026-07-0{day}T12:00:00</current-time> now" for day in (1, 2)]
+    assert state_hash("1/0", "solve", told[0]) == state_hash("1/0", "solve", told[1])
+    others.append(("1/0", "solve", told[0]))
     assert state not in {state_hash(*other) for other in others}

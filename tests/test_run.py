@@ -249,8 +249,8 @@ SWALLOWS = WORKFLOW.replace(
     'with caller("second"):\n        second = await model(',
     "try:\n        second = await model(",
 ).replace(
-    '    text += second.content[0]["text"]',
-    '    except Exception:\n        return 1.0\n    text += second.content[0]["text"]',
+    "    text += text_of(second.content)",
+    "    except Exception:\n        return 1.0\n    text += text_of(second.content)",
 )
 """Makes a reward of a call that the budget refused."""
 

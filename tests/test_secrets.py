@@ -21,7 +21,7 @@ JUDGED = WORKFLOW.replace(
     "record_metrics(letters=share)",
     'verdict = await client_for("judge").complete([{"role": "user", "content": text or "-"}])\n'
     '    record_metrics(letters=share, judged=float(verdict.text == "fine"))',
-).replace("import caller,", "import caller, client_for,")
+).replace(" caller,", " caller, client_for,")
 
 
 def _sessions() -> set[Path]:

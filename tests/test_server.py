@@ -12,6 +12,7 @@ import httpx
 import openai
 import pydantic
 import pytest
+from agentscopes import SECOND
 from tiny import tiny_sampler
 
 from aflow_tune.engines.local.chat import Renderer
@@ -156,6 +157,17 @@ def test_structured_output_parses_also_through_agentscope(client, url: str) -> N
         )
         assert isinstance(answer.choices[0].message.parsed, Person)
         assert answer.choices[0].finish_reason == "stop"
+    if SECOND:
+        from agentscope.credential import OpenAICredential
+        from agentscope.message import UserMsg
+
+        credential = OpenAICredential(api_key="none", base_url=f"{url}/v1")
+        model = OpenAIChatModel(credential, "tiny", stream=False)
+        asked = model.generate_structured_output(
+            [UserMsg(name="user", content="hello")], Person, max_tokens=300, seed=1
+        )
+        Person.model_validate(asyncio.run(asked).content)
+        return
     for fallback in (False, True):
         model = OpenAIChatModel(
             "tiny",

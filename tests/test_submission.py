@@ -32,7 +32,7 @@ CLOSURE = """
 import os
 from typing import Dict
 
-from agentscope.model import TrinityChatModel
+from aflow_tune import TrinityChatModel
 
 
 def make(key):

@@ -33,7 +33,7 @@ WORKFLOW = '''
 import contextlib
 from typing import Dict
 
-from agentscope.model import TrinityChatModel
+from aflow_tune import TrinityChatModel
 from openai import LengthFinishReasonError
 from pydantic import BaseModel
 

@@ -25,7 +25,7 @@ WORKFLOW = '''\
 
 from typing import Dict
 
-from agentscope.model import TrinityChatModel
+from aflow_tune import TrinityChatModel
 
 
 async def two_calls(task: Dict, model: TrinityChatModel) -> float:

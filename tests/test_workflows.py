@@ -13,6 +13,7 @@ import pytest
 from scripted_server import Reply, ScriptedModel, ScriptedRunner, ScriptedServer, make_task
 from trinity.common.experience import Experience
 
+from aflow_tune import text_of
 from aflow_tune.contract.plugins import resolve
 from aflow_tune.graph.graph import load_graph
 from aflow_tune.graph.run import GraphEnding
@@ -64,7 +65,7 @@ def test_the_agent_calculates_answers_and_is_judged(last_words: str, reward: flo
 )
 def test_the_calculator_knows_arithmetic_only(expression: str, result: str) -> None:
     response = asyncio.run(calculate(expression))
-    assert response.content[0]["text"].partition(":")[0] == result
+    assert text_of(response.content).partition(":")[0] == result
 
 
 def _adds(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -90,7 +90,7 @@ def test_turns_are_steps_with_anchor_states_and_both_algorithms_take_them() -> N
 WATCHING = """
 from typing import Dict
 
-from agentscope.model import TrinityChatModel
+from aflow_tune import TrinityChatModel, text_of
 
 from aflow_tune.context import keep
 
@@ -99,7 +99,7 @@ async def watching(task: Dict, model: TrinityChatModel, auxiliary_models: Dict) 
     texts = []
     for asked in (auxiliary_models["executor"], model):
         reply = await asked([{"role": "user", "content": "Say something."}])
-        texts.append(reply.content[0]["text"] if reply.content else "")
+        texts.append(text_of(reply.content))
     keep("said", texts)
     return sum(c.isalpha() for c in texts[1]) / max(1, len(texts[1]))
 """

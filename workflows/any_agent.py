@@ -14,9 +14,7 @@ import re
 from pathlib import Path
 from typing import Any, Dict
 
-from agentscope.model import TrinityChatModel
-
-from aflow_tune import openai_endpoint, workflow
+from aflow_tune import TrinityChatModel, openai_endpoint, workflow
 
 INSTRUCTIONS = "Answer with a number. Use the tool to add."
 NODE_AGENT = Path(__file__).parent / "node_agent" / "agent.mjs"

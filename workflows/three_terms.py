@@ -11,9 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any, Dict
 
-from agentscope.model import TrinityChatModel
-
-from aflow_tune import caller, record_metrics, workflow
+from aflow_tune import TrinityChatModel, caller, record_metrics, text_of, workflow
 
 FIRST_PROMPT = "{a} + {b}"
 SECOND_PROMPT = "{partial} + {c}"
@@ -38,8 +36,7 @@ async def add_three_terms(task: Dict, model: TrinityChatModel) -> float:
 async def ask(model: TrinityChatModel, question: str) -> int | None:
     """One call; the number in its answer tag, or None if the answer has another form."""
     response = await model(messages_for(question))
-    text = "".join(block["text"] for block in response.content if block["type"] == "text")
-    match = re.fullmatch(r"\s*<answer>(\d{1,3})</answer>\s*", text)
+    match = re.fullmatch(r"\s*<answer>(\d{1,3})</answer>\s*", text_of(response.content))
     return int(match[1]) if match else None
 
 

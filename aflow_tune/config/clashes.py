@@ -39,7 +39,7 @@ class Clash:
 
 
 _TRANSFORMERS, _VLLM = "transformers>=5.12.1,<6", "vllm>=0.22.1,<=0.23.0"
-_AGENTSCOPE, _VERL = "agentscope>=1.0.19,<2", "verl==0.8.0"
+_AGENTSCOPE, _AGENTSCOPE_2, _VERL = "agentscope>=1.0.19,<2", "agentscope==2.0.10", "verl==0.8.0"
 
 CLASHES: tuple[Clash, ...] = (
     # read: our adapter, Explorer and Trainer subclass what is not a public interface
@@ -52,8 +52,10 @@ CLASHES: tuple[Clash, ...] = (
     Clash("verl", "<0.8", "Trinity runs other code with it, never tried with ours", _VERL),
     # seen: get_peft_model_state_dict: 0 tensors with 0.21.0, 14 with 0.18 to 0.20
     Clash("peft", ">=0.21.dev0", "verl gets no tensors of an adapter", "peft>=0.18,<0.21"),
-    # read: agentscope 2.0.11 has neither agentscope.model.TrinityChatModel nor the tuner
-    Clash("agentscope", ">=2.dev0", "2.0 dropped TrinityChatModel", _AGENTSCOPE),
+    # seen: 2.0.11 beside mcp 1.30.0: no Client in mcp
+    Clash("agentscope", ">=2.0.11.dev0", "it needs mcp 2, we mcp 1", _AGENTSCOPE_2),
+    # seen: 2.0.4: its OpenAI model takes no extra_body; 2.0.7: its tools take no permission
+    Clash("agentscope", ">=2.dev0,<2.0.8", "its models were others before 2.0.8", _AGENTSCOPE_2),
     Clash("agentscope", "<1.0.19", "it has no TrinityChatModel as it is used here", _AGENTSCOPE),
     # seen: 26.0.1 with numpy 1.26.4: 'pyarrow requires NumPy 2.0 or newer'
     Clash(

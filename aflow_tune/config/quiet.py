@@ -17,7 +17,8 @@ from aflow_tune.config.clashes import refuse_clashes
 from aflow_tune.errors import disk_fault
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s %(filename)s:%(lineno)d %(message)s"
-_LIBRARIES = ("agentscope", "datasets", "httpx", "openai", "ray", "transformers", "uvicorn")
+_LIBRARIES = ("as", "datasets", "httpx", "openai", "ray", "transformers", "uvicorn")
+"""Names of their loggers; AgentScope's is `as`."""
 
 logger = logging.getLogger("trinity")
 

@@ -31,6 +31,8 @@ def import_fault(spec: str, error: BaseException) -> Fault:
             "import WorkflowOutput, JudgeOutput and tune from `aflow_tune`: AgentScope's own "
             "module does not import without an extra"
         )
+    elif isinstance(error, ImportError) and "'TrinityChatModel'" in message:
+        fix = "import TrinityChatModel from `aflow_tune`: AgentScope 2 has it no more"
     elif isinstance(error, ModuleNotFoundError) and error.name:
         fix = f"install the package that provides `{error.name}`, or correct the name"
     elif isinstance(error, ImportError) and error.path:

@@ -32,7 +32,7 @@ from aflow_tune.trace import POLICY
 from aflow_tune.types import WorkflowOutput
 
 if TYPE_CHECKING:
-    from agentscope.model import TrinityChatModel
+    from aflow_tune.models.chat_model import TrinityChatModel
 
 ScoreFunction = Callable[[Mapping[str, Any], Any], float | Awaitable[float]]
 """Takes a row and the graph's answer; returns the reward."""

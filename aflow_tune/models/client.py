@@ -2,12 +2,13 @@
 
 `BaseClient` counts, limits and caches calls; a subclass implements one request. An AgentScope chat
 model is called as it is, with its own records, retries and limits. The tuned model learns only from
-calls that are sampled as configured, so arguments that are None are not passed on. An AFlow-style
-llm takes a prompt only.
+calls that are sampled as configured, so arguments that are None are not passed on. Models of
+AgentScope 2 other than the tuned one get `Msg` objects. An AFlow-style llm takes a prompt only.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import sys
@@ -129,7 +130,7 @@ def as_client(model: Any, role: str = "policy", price: Price | None = None) -> M
     if inspect.iscoroutinefunction(getattr(model, "complete", None)) and hasattr(model, "role"):
         client: ModelClient = model
         return client
-    agentscope = sys.modules.get("agentscope.model._model_base")  # no import of AgentScope
+    agentscope = sys.modules.get("agentscope.model")  # no import of AgentScope
     if agentscope is not None and isinstance(model, agentscope.ChatModelBase):
         return AgentScopeClient(model, role, price)
     call = model if inspect.isroutine(model) else getattr(type(model), "__call__", None)  # noqa: B004
@@ -166,21 +167,28 @@ class AgentScopeClient(_Adapter):
     """A `ModelClient` over an AgentScope chat model."""
 
     def __init__(self, model: Any, role: str = "policy", price: Price | None = None) -> None:
-        super().__init__(role, str(getattr(model, "model_name", type(model).__name__)), price)
+        self._second = hasattr(model, "credential")  # a model of AgentScope 2
+        name = getattr(model, "model" if self._second else "model_name", type(model).__name__)
+        super().__init__(role, str(name), price)
         self.inner = model
         kinds = {kind.__name__ for kind in type(model).__mro__}
         self._takes = kinds & {"OpenAIChatModel", "DashScopeChatModel"}
+        self._wants_msgs = self._second and "TrinityChatModel" not in kinds
         key = getattr(getattr(model, "client", None), "api_key", "")
         self.key = key if isinstance(key, str) and len(key) > 6 else ""
 
     async def _ask(self, ask: Ask, given: dict[str, Any], call: Call) -> Reply:
         options = self._options(ask, given)
-        messages = [{"content": None, **message} for message in ask.messages]
+        messages: list[Any] = [{"content": None, **message} for message in ask.messages]
+        if self._wants_msgs:
+            messages = list(map(_as_msg, messages))
         async with call:
             response = await self.inner(messages, **options)
             if hasattr(type(response), "__aiter__"):
                 parts = [part async for part in response]
-                response = parts[-1] if parts else None  # each holds the whole text so far
+                response = parts[-1] if parts else None  # it holds the whole text
+            if self._second and getattr(response, "finished_reason", None) == "interrupted":
+                raise asyncio.CancelledError  # which AgentScope 2 makes an answer of
             told = getattr(response, "usage", None)
             used = getattr(told, "input_tokens", None), getattr(told, "output_tokens", None)
             known = all(isinstance(count, int) for count in used)
@@ -188,7 +196,7 @@ class AgentScopeClient(_Adapter):
             blocks = getattr(response, "content", None)
             if not isinstance(blocks, list | tuple):
                 raise BadReply(f"the model returned no blocks but {response!r:.200}")
-            text, calls = read_blocks(blocks, ask.schema)
+            text, calls = read_blocks(list(map(dict, blocks)), ask.schema)
             reason = "tool_calls" if calls else "stop"
             return Reply(text=text, model=self.model, finish_reason=reason, tool_calls=calls)
 
@@ -207,14 +215,43 @@ class AgentScopeClient(_Adapter):
         elif ask.schema is not None:
             tools.append(answer_tool(ask.schema))
             options["tool_choice"] = ANSWER_TOOL if len(tools) == 1 else "required"
+            if self._second:
+                from agentscope.tool import ToolChoice
+
+                options["tool_choice"] = ToolChoice(mode=options["tool_choice"])
         return {**options, "tools": tools} if tools else options
 
     def _most_tokens(self, ask: Ask) -> int | None:
         if ask.max_tokens is not None:
             return ask.max_tokens
+        own = getattr(self.inner, "parameters", self.inner)  # where AgentScope 2 has it
+        if self._second and getattr(own, "max_tokens", None) is not None:
+            return own.max_tokens
         configured = getattr(self.inner, "generate_kwargs", None) or {}
         limit = configured.get("max_completion_tokens", configured.get("max_tokens"))
-        return limit if isinstance(limit, int) else getattr(self.inner, "max_tokens", None)
+        return limit if isinstance(limit, int) else getattr(own, "max_tokens", None)
+
+
+def _as_msg(message: Mapping[str, Any]) -> Any:
+    """A message in OpenAI's form as a `Msg` of AgentScope 2. Raises BadInput: it is not text."""
+    from agentscope.message import Msg
+
+    role, content = message["role"], message.get("content")
+    if not isinstance(content, str | None) and any(part["type"] != "text" for part in content):
+        found = ", ".join(sorted({str(part["type"]) for part in content}))
+        title, fix = "This message cannot be passed on.", "ask the model yourself, with a `Msg`"
+        raise BadInput.of(title, f"the {role}'s message", "text", found, fix)
+    if role == "tool":
+        result = {"type": "tool_result", "id": message["tool_call_id"], "state": "success"}
+        result |= {"name": message.get("name", "tool"), "output": text_of(content)}
+        return Msg(name="assistant", role="assistant", content=[result])
+    blocks = [{"type": "text", "text": text_of(content)}] if content else []
+    for one in message.get("tool_calls") or ():
+        function = one["function"]
+        call = {"type": "tool_call", "id": one["id"], "name": function["name"]}
+        blocks.append({**call, "input": function["arguments"]})
+    role = "system" if role == "developer" else role
+    return Msg(name=message.get("name", role), role=role, content=blocks)
 
 
 class AflowLlmClient(_Adapter):

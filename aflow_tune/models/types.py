@@ -147,10 +147,14 @@ def tool_call(identifier: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content, which is None, a text, or a list of parts."""
+    """The text of a message's content, which is None, a text, or a list of parts: those of OpenAI's
+    messages, or the blocks of an AgentScope message or answer."""
     if content is None or isinstance(content, str):
         return content or ""
-    texts = [part.get("text") for part in content if isinstance(part, Mapping)]
+    texts = [
+        part.get("text") if isinstance(part, Mapping) else getattr(part, "text", None)
+        for part in content
+    ]
     return "".join(text for text in texts if isinstance(text, str))
 
 
@@ -170,20 +174,22 @@ def answer_tool(schema: Mapping[str, Any]) -> dict[str, Any]:
 def read_blocks(
     blocks: Sequence[Any], schema: Mapping[str, Any] | None
 ) -> tuple[str, tuple[Mapping[str, Any], ...]]:
-    """Text and tool calls of an answer in Anthropic's or AgentScope's blocks; the arguments of
-    `answer_tool` become the text. Raises TypeError, KeyError, AttributeError: malformed blocks."""
+    """Text and tool calls of an answer in Anthropic's or AgentScope's blocks, which are dicts; the
+    arguments of `answer_tool` become the text. Raises TypeError, KeyError, AttributeError,
+    JSONDecodeError: malformed blocks."""
     texts: list[str] = []
     calls: list[Mapping[str, Any]] = []
     for block in blocks:
         if block["type"] == "text":
             texts.append(block["text"] or "")
-        elif block["type"] == "tool_use":
+        elif block["type"] in ("tool_use", "tool_call"):
             given = block.get("input") or {}
             if schema is not None and block["name"] == ANSWER_TOOL:
+                given = json.loads(given) if isinstance(given, str) else given
                 wrapped = schema.get("type") != "object" and isinstance(given, Mapping)
                 given = given.get("value") if wrapped else given
                 return json.dumps(given, ensure_ascii=False), ()
-            told = json.dumps(given, ensure_ascii=False)
+            told = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
             identifier = str(block.get("id") or f"call_{len(calls)}")
             calls.append(tool_call(identifier, str(block["name"]), told))
     return "".join(texts), tuple(calls)

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentscope.model import TrinityChatModel
-
 from aflow_tune.context import record_metrics, step_reward
 from aflow_tune.contract.plugins import workflow
+from aflow_tune.models.chat_model import TrinityChatModel
+from aflow_tune.models.types import read_blocks
 from aflow_tune.scoring import turns
 
 
@@ -42,10 +42,5 @@ async def use_tools(task: dict, model: TrinityChatModel) -> float:
 
 def message_of(response: Any) -> dict[str, Any]:
     """AgentScope's response as an assistant message of OpenAI's."""
-    text = "".join(block["text"] for block in response.content if block["type"] == "text")
-    calls = [
-        {"function": {"name": block["name"], "arguments": block["input"]}}
-        for block in response.content
-        if block["type"] == "tool_use"
-    ]
+    text, calls = read_blocks(list(map(dict, response.content)), None)
     return {"role": "assistant", "content": text, "tool_calls": calls}

@@ -50,7 +50,7 @@ from aflow_tune.writer.templates import default_graph
 from aflow_tune.writer.types import PROBLEM_TYPES, CheckLimits, Level, ProblemType, did_you_mean
 
 if TYPE_CHECKING:
-    from agentscope.model import TrinityChatModel
+    from aflow_tune.models.chat_model import TrinityChatModel
 
 
 CALLER = "writer"

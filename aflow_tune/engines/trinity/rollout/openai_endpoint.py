@@ -125,6 +125,7 @@ class _Entry:
             expected, fix = "'configured' or 'client'", "use one of them"
             raise BadInput.of(title, "sampling", expected, repr(sampling), fix)
         self.context, self._create = context, client.chat.completions.create
+        self._configured = {**model.generate_kwargs, "model": client.model_path}
         self._left_out = _OF_OPENAI | set(client.sampling_names if sampling == "configured" else ())
         self.tasks: set[asyncio.Task[Any]] = set()
         self.kept: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
@@ -153,7 +154,8 @@ class _Entry:
         given = {n: v for n, v in body.items() if n not in self._left_out and v is not None}
         given["messages"] = [_message(it) for it in _listed(body, "messages")]
         more = {name: given.pop(name) for name in list(given) if name not in _parameters()}
-        answered = await self._create(**given, **({"extra_body": more} if more else {}))
+        given["extra_body"] = {**(self._configured.get("extra_body") or {}), **more} or None
+        answered = await self._create(**{**self._configured, **given})
         response: dict[str, Any] = answered.model_dump()
         for private in ("prompt_token_ids", "prompt_logprobs", "kv_transfer_params"):
             response.pop(private, None)

@@ -1,4 +1,5 @@
-"""The chat model that a workflow gets: AgentScope's class over a client that records.
+"""The chat model that a workflow gets: AgentScope's class (`models/chat_model.py`) over a client
+that records.
 
 Each call is noted when it starts, with its caller and state, and keeps its own experiences, so
 attribution and order are right under `asyncio.gather`. The real client lives in the runner's event
@@ -16,8 +17,8 @@ import functools
 import hashlib
 import importlib
 import json
+import re
 import unicodedata
-import warnings
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from aflow_tune.report.records import answer_key
 from aflow_tune.trace import POLICY
 
 if TYPE_CHECKING:
-    from agentscope.model import TrinityChatModel
+    from aflow_tune.models.chat_model import TrinityChatModel
 
 _DISTRIBUTION_KEYS = ["top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"]
 _DISTRIBUTION_KEYS += ["repetition_penalty", "logit_bias"]
@@ -42,6 +43,8 @@ _DISTRIBUTION_KEYS += ["repetition_penalty", "logit_bias"]
 _NO_EFFECT = {"top_k": (0, -1), "top_p": (1, 1.0), "repetition_penalty": (1, 1.0)}
 """Values, besides None, zero and empty ones, that switch such an argument off."""
 _RANDOM_IDS = ("id", "tool_call_id")  # random keys of messages, not part of the state
+_CLOCK = re.compile(r"<current-time>.*?</current-time>")
+"""The time that an agent of AgentScope 2 is told, not part of the state either."""
 
 
 @dataclass
@@ -93,8 +96,8 @@ class RolloutRecorder:
 
     def chat_model(self) -> TrinityChatModel:
         """The model for the user's function; usable in any event loop."""
-        client = AnyLoopClient(self._client.model_path, self._create)
-        return chat_model(client, self._generate_kwargs)
+        client = AnyLoopClient(self._client.model_path, self._wrapper, self._create)
+        return _chat_model(client, self._generate_kwargs)
 
     def close(self) -> list[RecordedCall]:
         """Stop recording and cancel pending calls; returns answered calls in order of start."""
@@ -109,7 +112,7 @@ class RolloutRecorder:
         if kwargs.get("stream"):
             raise ValueError("a model that is being tuned cannot stream: pass stream=False")
         configured = self._generate_kwargs
-        same = kwargs.get("max_tokens") == configured.get("max_tokens")
+        same = kwargs.get("max_tokens") in (None, configured.get("max_tokens"))
         if "max_completion_tokens" in kwargs and same:
             kwargs["max_tokens"] = None  # the call's newer name overrides the configured limit
         bodies = (configured.get("extra_body"), kwargs.get("extra_body"))
@@ -177,26 +180,22 @@ class RolloutRecorder:
 
 
 def load_agentscope() -> None:
-    """Import what `chat_model` needs, which takes seconds, before a rollout's time limit starts."""
-    importlib.import_module("agentscope.model")
+    """Import what a chat model needs, which takes seconds, before a rollout's time limit starts."""
+    importlib.import_module("aflow_tune.models.chat_model")
 
 
-def chat_model(client: Any, generate_kwargs: Mapping[str, Any]) -> TrinityChatModel:
-    """AgentScope's model object over `client`, which has a `model_path`; its `openai_client()` is
-    `openai_endpoint.openai_client`."""
-    from agentscope.model import TrinityChatModel
+def _chat_model(client: AnyLoopClient, generate_kwargs: Mapping[str, Any]) -> TrinityChatModel:
+    """AgentScope's model over `client`, with `openai_endpoint.openai_client` as a method."""
+    from aflow_tune.models.chat_model import chat_model
 
-    model = object.__new__(TrinityChatModel)  # its own `__new__` warns that it is deprecated
-    model.__dict__.update(_constructed(client.model_path).__dict__)
-    model.__dict__.update(client=client, generate_kwargs=dict(generate_kwargs))
-    model.__dict__["openai_client"] = functools.partial(_openai_client, model)
+    def openai_client(**options: Any) -> Any:
+        from aflow_tune.engines.trinity.rollout import openai_endpoint
+
+        return openai_endpoint.openai_client(model, **options)
+
+    model = chat_model(client, generate_kwargs)
+    model.__dict__["openai_client"] = openai_client
     return model
-
-
-def _openai_client(model: Any, **options: Any) -> Any:
-    from aflow_tune.engines.trinity.rollout.openai_endpoint import openai_client
-
-    return openai_client(model, **options)
 
 
 def auxiliary_chat_models(
@@ -215,7 +214,8 @@ def auxiliary_chat_models(
             kwargs = {name: value for name, value in kwargs.items() if value is not None}
             return await _in_loop(loop, functools.partial(ask, kwargs))
 
-        return chat_model(AnyLoopClient(client.model_path, create), model.generate_kwargs)
+        proxy = AnyLoopClient(client.model_path, model, create)
+        return _chat_model(proxy, model.generate_kwargs)
 
     pairs = zip(wrappers, clients, strict=True)
     return {str(wrapper.config.name): shared(wrapper, client) for wrapper, client in pairs}
@@ -270,8 +270,8 @@ def transcript_entry(call: RecordedCall) -> dict[str, Any]:
 
 
 def state_hash(task_id: str, caller: str, state: Any) -> str:
-    """GiGPO's anchor state: a hash of task, caller and state, ignoring white space and the random
-    ids of tool calls."""
+    """GiGPO's anchor state: a hash of task, caller and state, ignoring white space, the random ids
+    of tool calls and the time that AgentScope 2's agents are told."""
     text = json.dumps([task_id, caller, _normalised(state)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -282,7 +282,7 @@ class AnyLoopClient:
     sampling_names = ("temperature", "seed", *_DISTRIBUTION_KEYS)
     """Arguments by which a call would be sampled otherwise than the configuration says."""
 
-    def __init__(self, model_path: str, create: Callable[..., Any]) -> None:
+    def __init__(self, model_path: str, wrapper: ModelWrapper, create: Callable[..., Any]) -> None:
         async def parse(*, response_format: Any, **kwargs: Any) -> Any:
             from openai.lib._parsing._completions import (
                 parse_chat_completion,
@@ -298,6 +298,7 @@ class AnyLoopClient:
             )
 
         self.model_path = model_path
+        self.max_model_len = wrapper.config.max_model_len
         self.chat = SimpleNamespace(completions=SimpleNamespace(create=create, parse=parse))
 
 
@@ -327,16 +328,6 @@ async def recording_client(model: ModelWrapper) -> RecordingClient:
     return of_loop[key]
 
 
-@functools.cache
-def _constructed(model_path: str) -> TrinityChatModel:
-    """A model to copy: the constructor opens a connection pool."""
-    from agentscope.model import TrinityChatModel
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return TrinityChatModel(SimpleNamespace(model_path=model_path))
-
-
 async def _in_loop(loop: asyncio.AbstractEventLoop, make: Callable[[], Any]) -> Any:
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), loop))
 
@@ -352,7 +343,7 @@ def _sampling(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _normalised(value: Any) -> Any:
     if isinstance(value, str):
-        return " ".join(unicodedata.normalize("NFKC", value).split())
+        return " ".join(unicodedata.normalize("NFKC", _CLOCK.sub("", value)).split())
     if isinstance(value, Mapping):
         return {key: _normalised(item) for key, item in value.items() if key not in _RANDOM_IDS}
     if isinstance(value, list | tuple):
