@@ -181,13 +181,11 @@ BF16 = 0.1
 EXACT = 1e-4
 
 
-@pytest.mark.parametrize("method", ["checkpoint", "memory", "nccl"])
+@pytest.mark.parametrize("method", ["checkpoint", "nccl"])
 def test_full_weights_reach_the_sampler(tmp_path: Path, model: Path, method: str) -> None:
-    """By memory in GiGPO, by NCCL beside a judge."""
+    """By NCCL beside a judge; by memory: see the stages."""
     content = settings(tmp_path, model, "with_judge" if method == "nccl" else "calls", calls=3)
     content["synchronizer"] = {"sync_method": method}
-    if method == "memory":
-        content["algorithm"]["algorithm_type"] = "gigpo"
     if method == "nccl":
         content["buffer"]["train_batch_size"] = 8
         content["explorer"]["auxiliary_models"] = [{**SAMPLER, "model_path": str(model)}]
@@ -254,8 +252,8 @@ def test_rollouts_without_the_adapter_end_the_run(tmp_path: Path, model: Path) -
 
 
 def test_stages_of_examples_pairs_and_rollouts(tmp_path: Path, model: Path) -> None:
-    """SFT, DPO on whole pairs, then GRPO, each from what the one before left."""
-    content = settings(tmp_path, model)
+    """SFT, DPO on whole pairs, then GiGPO by memory, each from what the one before left."""
+    content = settings(tmp_path, model, "calls", calls=3)
     sets = {
         "sft": (4, [{"prompt": f"say {n}", "response": "yes"} for n in range(8)]),
         "dpo": (3, [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no no"} for n in range(6)]),
@@ -272,11 +270,14 @@ def test_stages_of_examples_pairs_and_rollouts(tmp_path: Path, model: Path) -> N
         algorithm = {"algorithm_type": name, "optimizer": {"lr": 1e-3}}
         stage = {"stage_name": name, "mode": "train", "algorithm": algorithm, "buffer": buffer}
         content["stages"].append(stage)
-    content["stages"].append({"stage_name": "grpo", "mode": "both"})
+    last = {"stage_name": "gigpo", "mode": "both", "algorithm": {"algorithm_type": "gigpo"}}
+    content["stages"].append({**last, "synchronizer": {"sync_method": "memory"}})
     finished(tmp_path, content)
     runs = [path.parent for path in (tmp_path / "runs").rglob("metrics.jsonl")]
-    dpo, grpo = (next(run for run in runs if name in str(run)) for name in ("dpo", "grpo"))
+    dpo, gigpo = (next(run for run in runs if name in str(run)) for name in ("dpo", "gigpo"))
     # Before the first step policy and reference (which verl holds in bf16) are about equal:
     # -log sigmoid(0), of every pair.
     assert metrics(dpo)[0][1]["actor/dpo_loss"] == pytest.approx(0.6931, abs=0.03)
-    assert max(mismatches(grpo).values()) < BF16
+    assert "sync_method: memory" in (gigpo / "resolved.yaml").read_text()
+    assert mismatches(gigpo).keys() == {0, 1, 2, 3}
+    assert max(mismatches(gigpo).values()) < BF16
