@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ Row = dict[str, Any]
 MODEL = "smollm2-135m"
 EXPLAINED = "critic/vf_explained_var"
 SELECTION, TIMING = "tool_selection_accuracy", "timing_precision"
-SFT: dict[str, Any] = {"learning_rate": 5e-4, "batch_size": 16, "max_response": 64}
-RL: dict[str, Any] = {"rl_learning_rate": 5e-5, "num_samples": 4}
+SFT: dict[str, Any] = {"learning_rate": 5e-4, "batch_size": 16, "max_response": 112}
+RL: dict[str, Any] = {"rl_learning_rate": 3e-4, "num_samples": 4}
 
 
 def rows_of(path: Path) -> list[Row]:
@@ -104,8 +105,13 @@ def gained(result: Mapping[str, Any], measure: str) -> str:
 
 
 def selection_data(tools: Path, out: Path) -> tuple[list[Row], list[Row]]:
-    """Training rows and rows of unseen tools, written as a folder of an agent's data."""
-    catalogue = {tool.name: tool for tool in read_catalogue(tools / "seal-tools" / "tool.jsonl")}
+    """Training rows and rows of unseen tools, written as a folder of an agent's data. Of the
+    tools' parameters names and types are shown: what they mean helps no choice, and is half of the
+    tokens."""
+    catalogue = {
+        tool.name: replace(tool, parameters=bare(tool.parameters))
+        for tool in read_catalogue(tools / "seal-tools" / "tool.jsonl")
+    }
     files = [
         [as_dialogue(row, catalogue) for row in rows_of(tools / "seal-tools" / f"{name}.jsonl")
          if len(row["calling"]) == 1]
@@ -119,6 +125,12 @@ def selection_data(tools: Path, out: Path) -> tuple[list[Row], list[Row]]:
     return learned, held_out
 
 
+def bare(parameters: Mapping[str, Any]) -> Row:
+    """A schema of an object without what is said about its properties."""
+    types = {name: {"type": it["type"]} for name, it in parameters["properties"].items()}
+    return {"type": "object", "properties": types, "required": parameters.get("required", [])}
+
+
 def name_of(row: Row) -> str:
     return str(row["messages"][-1]["tool_calls"][0]["function"]["name"])
 
@@ -127,13 +139,16 @@ def chain(tools: Path, out: Path, seed: int) -> None:
     data = out / "data"
     learned, held_out = selection_data(tools, data)
     shared = {"data": data, "seed": seed, **SFT}
-    sft, seconds = train(
-        AgentSFTConfig(base_model=MODEL, output=out / "runs" / "sft", epochs=2, **shared)
-    )
+    sft, seconds = train(AgentSFTConfig(base_model=MODEL, output=out / "runs" / "sft", **shared))
     after: dict[str, tuple[Path, float]] = {}
-    for method in ("dpo", "ppo"):
+    for method, more in (("dpo", {}), ("ppo", {"buffer": {"total_steps": 12}})):
         config = RLTrainingConfig(
-            base_model=str(sft), output=out / "runs" / method, methods=(method,), **shared, **RL
+            base_model=str(sft),
+            output=out / "runs" / method,
+            methods=(method,),
+            more=more,
+            **shared,
+            **RL,
         )
         after[method] = train(config)
     first = measured(MODEL, [sft], data, out / "from_base")

@@ -270,14 +270,15 @@ def test_stages_of_examples_pairs_and_rollouts(tmp_path: Path, model: Path) -> N
         algorithm = {"algorithm_type": name, "optimizer": {"lr": 1e-3}}
         stage = {"stage_name": name, "mode": "train", "algorithm": algorithm, "buffer": buffer}
         content["stages"].append(stage)
-    last = {"stage_name": "gigpo", "mode": "both", "algorithm": {"algorithm_type": "gigpo"}}
-    content["stages"].append({**last, "synchronizer": {"sync_method": "memory"}})
+    gigpo = {"stage_name": "gigpo", "mode": "both", "algorithm": {"algorithm_type": "gigpo"}}
+    content["stages"].append(gigpo)
+    content["synchronizer"] = {"sync_method": "memory"}
     finished(tmp_path, content)
     runs = [path.parent for path in (tmp_path / "runs").rglob("metrics.jsonl")]
-    dpo, gigpo = (next(run for run in runs if name in str(run)) for name in ("dpo", "gigpo"))
+    dpo, last = (next(run for run in runs if name in str(run)) for name in ("dpo", "gigpo"))
     # Before the first step policy and reference (which verl holds in bf16) are about equal:
     # -log sigmoid(0), of every pair.
     assert metrics(dpo)[0][1]["actor/dpo_loss"] == pytest.approx(0.6931, abs=0.03)
-    assert "sync_method: memory" in (gigpo / "resolved.yaml").read_text()
-    assert mismatches(gigpo).keys() == {0, 1, 2, 3}
-    assert max(mismatches(gigpo).values()) < BF16
+    assert "sync_method: memory" in (last / "resolved.yaml").read_text()
+    assert mismatches(last).keys() == {0, 1, 2, 3}
+    assert max(mismatches(last).values()) < BF16
