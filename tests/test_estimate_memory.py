@@ -96,7 +96,7 @@ def test_kept_bytes_are_those_that_autograd_saves(family, dtype, rank):
     small, large = (_saved(family, dtype, rank, layers) for layers in (1, 3))
     shape = _shape(_TINY | {"model_type": family, "num_hidden_layers": 3, "head_dim": 16})
     lora = None if rank is None else Lora(rank)
-    token = kept_per_token(shape, dtype.itemsize, lora, gathered=True)
+    token = kept_per_token(shape, dtype.itemsize, lora, gathered=True, fused_norms=True)
     mask = _TOKENS * _TOKENS
     assert (large - small) / 2 == pytest.approx(_TOKENS * token + mask, rel=0.04)
 
@@ -116,6 +116,7 @@ def _saved(family, dtype, rank, layers):
     policy = PackedModel(model)
     assert policy.packed
     assert policy.fused_head
+    assert policy.fused_norms
     tokens = torch.arange(_TOKENS + 1) % 250
     sample = Sample(tokens, _TOKENS - 8, torch.ones(9, dtype=torch.bool))
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}

@@ -283,7 +283,7 @@ def _step(
     scored = share * repeats * calls * response
 
     waste = WASTE if on_cpu else 1.0
-    token = kept_per_token(shape, itemsize, lora, keys=keys, gathered=True)
+    token = kept_per_token(shape, itemsize, lora, keys=keys, gathered=True, fused_norms=on_cpu)
     activations = shape.layers * (tokens * token + pairs)
     working = tokens * itemsize * (4 * shape.mlp + 2 * shape.hidden)
     working += 3.0 * pairs * shape.heads * itemsize

@@ -242,6 +242,7 @@ def kept_per_token(
     *,
     keys: float = 1.0,
     gathered: bool = False,
+    fused_norms: bool = False,
 ) -> float:
     """Bytes that one layer keeps of one token for the backward pass.
 
@@ -257,13 +258,15 @@ def kept_per_token(
     an element (`itemsize`). Trained weights add the normalised input of each norm (e H), adapters
     their inner rows (e rank). `keys`: keys and values per token, above 1 where a shared prefix is
     repeated. `gathered`: attention's output is reordered, so a copy of it is kept too.
+    `fused_norms`: they keep their input as it is (e H) and, trained or not, no normalised one.
     """
     hidden, own = shape.hidden, itemsize if lora is None else 0
     q_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     count, rest = divmod(shape.norms, hidden)
-    norms = count * (_FP32 * hidden + _FP32 + (itemsize + own) * hidden)
+    kept = itemsize if fused_norms else _FP32 + own
+    norms = count * (kept * hidden + _FP32 + itemsize * hidden)
     if rest:  # of queries and keys, by heads
-        norms += (q_width + kv_width) * (_FP32 + own)
+        norms += (q_width + kv_width) * kept
     attention = 2 * q_width + 2 * keys * kv_width + (q_width if gathered else 0)
     adapted = sum(lora.adapts(linear.path) for linear in shape.linears) if lora else 0
     rows = lora.rank * adapted / shape.layers if lora else 0.0
