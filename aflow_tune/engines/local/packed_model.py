@@ -518,12 +518,13 @@ class _RmsNorm(torch.autograd.Function):
         x_NH = x.reshape(-1, x.shape[-1])
         y_NH = torch.empty_like(x_NH)
         scale_N1 = torch.empty(len(x_NH), 1, dtype=torch.float32, device=x.device)
-        offset = torch.full((), eps, device=x.device)
         parts = (tensor.split(_NORM_ROWS) for tensor in (x_NH, y_NH, scale_N1))
         for x_, y_, scale in zip(*parts, strict=True):
-            norm = torch.linalg.vector_norm(x_, dim=-1, keepdim=True, dtype=torch.float32)
-            torch.addcmul(offset, norm, norm, value=1 / x.shape[-1], out=scale).rsqrt_()
-            y_.copy_(x_ * scale).mul_(weight_H)  # rounded in between, as by the models
+            exact = x_.float()
+            torch.rsqrt(exact.pow(2).mean(-1, keepdim=True).add_(eps), out=scale)
+            # Rounded in between, as by the models.
+            y_.copy_(exact * scale)
+            torch.mul(weight_H, y_, out=y_)
         ctx.save_for_backward(x_NH, weight_H, scale_N1)
         return y_NH.view(x.shape)
 
