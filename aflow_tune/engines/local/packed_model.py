@@ -112,6 +112,10 @@ class AttentionBlock:
     offsets_S: LongTensor
     causal: bool
 
+    def flagged(self, window: int | None) -> bool:
+        """Whether a kernel's causal flag does what `mask(window)` does."""
+        return self.causal and window is None
+
     def mask(self, window: int | None = None) -> BoolTensor:
         """True where a query sees a key, [S, 1, Q, K]; `window` counts the token itself."""
         last = self.keys_SK.shape[1] - 1
@@ -303,10 +307,9 @@ class _BlockAttention(torch.autograd.Function):
         window: int | None,
         scale: float,
     ) -> Tensor:
-        flagged = block.causal and window is None
-        mask = None if flagged else block.mask(window)
-        o_SHQD = _attend(q_SHQD, k_SGKD, v_SGKD, mask, scale)
-        ctx.save_for_backward(q_SHQD, k_SGKD, v_SGKD, o_SHQD, block.mask(window))
+        mask = block.mask(window)
+        o_SHQD = _attend(q_SHQD, k_SGKD, v_SGKD, None if block.flagged(window) else mask, scale)
+        ctx.save_for_backward(q_SHQD, k_SGKD, v_SGKD, o_SHQD, mask)
         ctx.scale, ctx.windowed = scale, window is not None
         ctx.shortest, ctx.longest = (int(at) for at in block.offsets_S.aminmax())
         return o_SHQD
@@ -378,8 +381,7 @@ def trie_attention(
         if torch.is_grad_enabled() and q.device.type == "cpu":
             o = _BlockAttention.apply(q, k, v, block, window, scale)
         else:
-            flagged = block.causal and window is None
-            o = _attend(q, k, v, None if flagged else block.mask(window), scale)
+            o = _attend(q, k, v, None if block.flagged(window) else block.mask(window), scale)
         outputs.append(o.transpose(1, 2).flatten(2).flatten(0, 1))
     o_NE = (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).index_select(0, row.place_N)
     return o_NE.view(1, *q_NHD.shape[:2], -1), None

@@ -303,25 +303,7 @@ class SamplerServer:
 
     def start(self) -> str:
         """Start serving; returns e.g. 'http://127.0.0.1:51234'. RunFailed: it cannot listen."""
-        config = uvicorn.Config(
-            self._app(),
-            host=self.host,
-            log_level="error",
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=2,
-            timeout_keep_alive=600,  # closing a connection that is being reused would fail a call
-        )
-        listener = bound_socket(self.host, 0)
-        url = f"http://{self.host}:{listener.getsockname()[1]}"
-        server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        self._thread.start()
-        while not server.started:
-            if not self._thread.is_alive():
-                raise RunFailed(f"the server on {url} did not start")
-            time.sleep(0.01)
-        self._server = server
+        self._server, self._thread, url = serve_in_thread(self._app(), self.host)
         return url
 
     def stop(self) -> None:
@@ -340,7 +322,7 @@ class SamplerServer:
         @app.get("/v1/models")
         async def models(request: Request) -> Response:
             if not self._authorized(request):
-                return _error(401, "wrong or missing API key", "invalid_api_key")
+                return error_response(401, "wrong or missing API key", "invalid_api_key")
             entry = {"id": self.model_name, "object": "model", "created": 0}
             entry |= {"owned_by": "aflow-tune", "max_model_len": self.sampler.max_model_len}
             return JSONResponse({"object": "list", "data": [entry]})
@@ -348,15 +330,15 @@ class SamplerServer:
         @app.post("/v1/chat/completions")
         async def chat(request: Request) -> Response:
             if not self._authorized(request):
-                return _error(401, "wrong or missing API key", "invalid_api_key")
+                return error_response(401, "wrong or missing API key", "invalid_api_key")
             try:
                 return await self._chat(request)
             except (BadInput, ValidationError, json.JSONDecodeError, UnicodeDecodeError) as error:
                 long = "max_model_len" in str(error)
-                return _error(400, str(error), "context_length_exceeded" if long else None)
+                return error_response(400, str(error), "context_length_exceeded" if long else None)
             except Exception as error:
                 log.exception("a chat completion failed")
-                return _error(500, str(error))
+                return error_response(500, str(error))
 
         return app
 
@@ -371,7 +353,7 @@ class SamplerServer:
         chat.check()
         if chat.model not in (None, self.model_name):
             message = f"the model {chat.model!r} does not exist here; it is {self.model_name!r}"
-            return _error(404, message, "model_not_found")
+            return error_response(404, message, "model_not_found")
         prompt_ids = self._render(chat)
         room = max(self.sampler.max_model_len - len(prompt_ids), 1)
         params = chat.sampling_params(default_max_tokens=room)
@@ -404,11 +386,39 @@ async def unless_disconnected(request: Request, answer: asyncio.Future[T]) -> T 
     return answer.result() if answer.done() else None
 
 
-def _error(status: int, message: str, code: str | None = None) -> Response:
+def serve_in_thread(app: FastAPI, host: str) -> tuple[uvicorn.Server, threading.Thread, str]:
+    """Serve on a free port of `host`, in a thread that ends with the process; the last is the
+    address. Raises RunFailed: it cannot listen."""
+    config = uvicorn.Config(
+        app,
+        host=host,
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=2,
+        timeout_keep_alive=600,  # closing a connection that is being reused would fail a call
+    )
+    listener = bound_socket(host, 0)
+    shown = f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{listener.getsockname()[1]}"
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    while not server.started:
+        if not thread.is_alive():
+            raise RunFailed(f"the server on {url} did not start")
+        time.sleep(0.01)
+    return server, thread, url
+
+
+def error_response(
+    status: int, message: str, code: str | None = None, headers: dict[str, str] | None = None
+) -> Response:
+    """An error in OpenAI's form."""
     kinds = {401: "authentication_error", 500: "server_error"}
     kind = kinds.get(status, "invalid_request_error")
     error = {"message": message, "type": kind, "param": None, "code": code}
-    return JSONResponse({"error": error}, status)
+    return JSONResponse({"error": error}, status, headers)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

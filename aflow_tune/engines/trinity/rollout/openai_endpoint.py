@@ -24,7 +24,6 @@ import json
 import logging
 import secrets
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -33,13 +32,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 import ray
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from aflow_tune.cluster.ray_for_run import spans_nodes
 from aflow_tune.context import caller, open_scope, state_key, step_reward
-from aflow_tune.engines.local.server import CLIENT_CLOSED, bound_socket, unless_disconnected
+from aflow_tune.engines.local.server import (
+    CLIENT_CLOSED,
+    error_response,
+    serve_in_thread,
+    unless_disconnected,
+)
 from aflow_tune.engines.trinity.rollout import responses_api
 from aflow_tune.errors import AflowTuneError, BadInput, BudgetReached
 
@@ -93,7 +96,7 @@ async def openai_endpoint(
         yield Endpoint(f"{server.url}/{place}/v1", key)
     finally:
         del server.open[place]
-        server.cancel(entry)
+        entry.cancel()
 
 
 def openai_client(
@@ -149,6 +152,11 @@ class _Entry:
         finally:
             self.tasks.discard(task)
 
+    def cancel(self) -> None:
+        """End what clients still wait for, in the server's loop."""
+        for task in list(self.tasks):
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """A chat completion as OpenAI answers it."""
         given = {n: v for n, v in body.items() if n not in self._left_out and v is not None}
@@ -178,7 +186,7 @@ class _Entry:
             raise _Refused(400, str(error)) from error
         answered = await self.ask(asked)
         response = responses_api.as_response(body, answered)
-        told = before + responses_api.as_chat({**body, "instructions": None})["messages"]
+        told = asked["messages"][bool(body.get("instructions")) :]  # those are of one request
         self.kept[response["id"]] = [*told, answered["choices"][0]["message"]]
         if len(self.kept) > MAX_KEPT:
             self.kept.popitem(last=False)
@@ -296,10 +304,8 @@ def _told(error: Exception) -> tuple[int, str]:
 
 
 def _error(status: int, message: str) -> Response:
-    kind = {401: "authentication_error", 500: "server_error"}.get(status, "invalid_request_error")
-    error = {"message": message, "type": kind, "param": None, "code": None}
     # Repeated, it would be another call of the rollout; the server behind was asked again already.
-    return JSONResponse({"error": error}, status, headers={"x-should-retry": "false"})
+    return error_response(status, message, headers={"x-should-retry": "false"})
 
 
 def _sent(events: Iterable[dict[str, Any] | str]) -> Iterator[str]:
@@ -337,35 +343,11 @@ class _Server:
         self.open: dict[str, tuple[str, _Entry]] = {}
         several = ray.is_initialized() and spans_nodes()
         host = ray.util.get_node_ip_address() if several else "127.0.0.1"
-        listener = bound_socket(host, 0)
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{listener.getsockname()[1]}"
-        options: dict[str, Any] = {"log_level": "error", "access_log": False, "lifespan": "off"}
-        server = uvicorn.Server(
-            uvicorn.Config(_app(self._entry), timeout_keep_alive=600, **options)
-        )
-        self._loop = asyncio.new_event_loop()
-
-        def serve() -> None:
-            asyncio.set_event_loop(self._loop)
-            self._loop.run_until_complete(server.serve(sockets=[listener]))
-
-        threading.Thread(target=serve, daemon=True, name="openai-endpoint").start()
-        while not server.started:
-            time.sleep(0.005)
+        _, _, self.url = serve_in_thread(_app(self._entry), host)
 
     def _entry(self, place: str, key: str) -> _Entry | None:
         wanted, entry = self.open.get(place, ("", None))
         return entry if entry and hmac.compare_digest(key.encode(), wanted.encode()) else None
-
-    def cancel(self, entry: _Entry) -> None:
-        """End what a client still waits for."""
-
-        def end() -> None:
-            for task in list(entry.tasks):
-                task.cancel()
-
-        self._loop.call_soon_threadsafe(end)
 
 
 _lock = threading.Lock()
