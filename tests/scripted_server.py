@@ -11,14 +11,21 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
 
+from aflow_tune import TrinityChatModel
+from aflow_tune.context import RolloutContext
 from aflow_tune.engines.trinity.inline import InlineRunner
 from aflow_tune.engines.trinity.rollout.adapter import WorkflowAdapter
+from aflow_tune.engines.trinity.rollout.recording import (
+    RecordedCall,
+    RolloutRecorder,
+    recording_client,
+)
 
 # isort: split
 # After the line above, which installs the stand-in for vLLM that Trinity needs.
@@ -27,6 +34,7 @@ from trinity.common.models.model import ModelWrapper
 from trinity.common.workflows.workflow import Task
 
 END_TOKEN = 256
+CONFIGURED = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 64, "logprobs": True}
 
 
 @dataclass
@@ -173,3 +181,23 @@ def make_task(
         task_id=0,
         index={"index": 3},
     )
+
+
+def record(
+    server: ScriptedServer,
+    use: Callable[[TrinityChatModel], Awaitable[Any]],
+    model: ScriptedModel | None = None,
+    seed: str | None = "seed",
+    **configured: Any,
+) -> tuple[Any, list[RecordedCall]]:
+    """Let `use` work with a recorded model; what it returned and the calls."""
+
+    async def main() -> tuple[Any, list[RecordedCall]]:
+        context = RolloutContext()
+        source = await recording_client(model or ScriptedModel(server.url))
+        recorder = RolloutRecorder(source, context, "1/0", seed, {**CONFIGURED, **configured})
+        with context.activate():
+            result = await use(recorder.chat_model())
+        return result, recorder.close()
+
+    return asyncio.run(main())

@@ -7,41 +7,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from pydantic import BaseModel
-from scripted_server import Reply, ScriptedModel, ScriptedServer
+from scripted_server import Reply, ScriptedModel, ScriptedServer, record
 
 from aflow_tune import BadInput, caller, openai_endpoint, state_key, step_reward
-from aflow_tune.context import RolloutContext
-from aflow_tune.engines.trinity.rollout.recording import (
-    RecordedCall,
-    RolloutRecorder,
-    auxiliary_chat_models,
-    recording_client,
-)
+from aflow_tune.engines.trinity.rollout.recording import auxiliary_chat_models
 
-Use = Callable[[Any], Awaitable[Any]]
 TOOL: dict[str, Any] = {"name": "add", "description": "sums", "parameters": {"type": "object"}}
-
-
-def record(server: ScriptedServer, use: Use) -> tuple[Any, list[RecordedCall]]:
-    """Let `use` work with a recorded model; what it returned and the calls."""
-
-    async def main() -> tuple[Any, list[RecordedCall]]:
-        context = RolloutContext()
-        source = await recording_client(ScriptedModel(server.url))
-        configured = {"temperature": 1.0, "max_tokens": 64, "logprobs": True}
-        recorder = RolloutRecorder(source, context, "1/0", "seed", configured)
-        with context.activate():
-            result = await use(recorder.chat_model())
-        return result, recorder.close()
-
-    return asyncio.run(main())
 
 
 def client(endpoint: Any, **options: Any) -> openai.AsyncOpenAI:

@@ -4,49 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from agentscopes import only_first
 from pydantic import BaseModel
-from scripted_server import Reply, ScriptedModel, ScriptedServer
+from scripted_server import CONFIGURED, Reply, ScriptedModel, ScriptedServer, record
 
 from aflow_tune import TrinityChatModel, caller, text_of
 from aflow_tune.context import RolloutContext
 from aflow_tune.engines.trinity.rollout.recording import (
-    RecordedCall,
     RolloutRecorder,
     recording_client,
     state_hash,
 )
 
-CONFIGURED = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 64, "logprobs": True}
-
 
 def ask(text: str) -> list[dict[str, Any]]:
     """One user message."""
     return [{"role": "user", "content": text}]
-
-
-def record(
-    server: ScriptedServer,
-    use: Callable[[TrinityChatModel], Awaitable[Any]],
-    model: ScriptedModel | None = None,
-    seed: str | None = "seed",
-    **configured: Any,
-) -> tuple[Any, list[RecordedCall]]:
-    """Let `use` work with a recorded model; what it returned and the calls."""
-
-    async def main() -> tuple[Any, list[RecordedCall]]:
-        context = RolloutContext()
-        source = await recording_client(model or ScriptedModel(server.url))
-        recorder = RolloutRecorder(source, context, "1/0", seed, {**CONFIGURED, **configured})
-        with context.activate():
-            result = await use(recorder.chat_model())
-        return result, recorder.close()
-
-    return asyncio.run(main())
 
 
 def echo(request: dict[str, Any]) -> Reply:
