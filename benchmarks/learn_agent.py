@@ -239,7 +239,7 @@ def replay(tools: Path, out: Path, seed: int) -> None:
         write_rows(out / f"round_{at}" / "dialogues.jsonl", rows[fifth:])
     for ratio in (0.0, 0.3):
         base, folder = MODEL, out / f"ratio_{ratio:g}"
-        scores: list[list[float]] = []
+        models: list[Path] = []
         for at in range(4):
             rehearsed = OnlineContinualLearner(folder / "buffer.jsonl", ratio) if ratio else None
             config = AgentSFTConfig(
@@ -251,18 +251,16 @@ def replay(tools: Path, out: Path, seed: int) -> None:
                 seed=seed,
                 **SFT,
             )
-            base = str(train(config)[0])
-            scores.append(
-                [
-                    means(
-                        measured(base, [], out / f"round_{other}", folder / f"R_{at}_{other}"),
-                        SELECTION,
-                    )[0]
-                    for other in range(4)
-                ]
-            )
-        lost = sum(scores[3][at] - scores[at][at] for at in range(3)) / 3
-        final = sum(scores[3]) / 4
+            models.append(train(config)[0])
+            base = str(models[-1])
+        # Of each round's tools: right just after it, and at the end of all four.
+        first = [
+            means(measured(one, models[3:], out / f"round_{at}", folder / f"R_{at}"), SELECTION)
+            for at, one in enumerate(models[:3])
+        ]
+        last = measured(models[3], [], out / "round_3", folder / "R_3")
+        lost = sum(after - before for before, after in first) / 3
+        final = (sum(after for _, after in first) + means(last, SELECTION)[0]) / 4
         print(f"seed {seed}, replay {ratio:g}: backward transfer {lost:+.3f}, final {final:.3f}")
 
 

@@ -3,6 +3,7 @@
     python benchmarks/sampler_speed.py                       # fp32 and bf16; 16, 32, 64 sequences
     python benchmarks/sampler_speed.py --dtype bf16 --sequences 64 --repeats 5 --json out.json
     python benchmarks/sampler_speed.py --vllm /path/to/venv/bin/python
+    python benchmarks/sampler_speed.py --device cuda --dtype bf16 --sequences 64 256 --vllm python
 
 Every repeat draws new prompts (random tokens, all distinct: nothing to share) and runs both
 sides on them, alternating which goes first; the table shows medians. Each side has a process
@@ -32,6 +33,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,7 @@ def make_prompts(count: int, length: int, group: int, vocabulary: int, seed: int
     return distinct.repeat_interleave(group, dim=0)[:count].tolist()
 
 
-def ours(model_dir: str, dtype: str, threads: int, limits: dict[str, int]) -> Complete:
+def ours(model_dir: str, dtype: str, device: str, threads: int, limits: dict[str, int]) -> Complete:
     """A function that completes prompts with our sampler."""
     import torch
 
@@ -72,7 +74,7 @@ def ours(model_dir: str, dtype: str, threads: int, limits: dict[str, int]) -> Co
     from aflow_tune.engines.local.sampler import Sampler, SamplingParams
 
     sampler = Sampler(
-        load_model(Path(model_dir), getattr(torch, DTYPE_NAMES[dtype]), torch.device("cpu")),
+        load_model(Path(model_dir), getattr(torch, DTYPE_NAMES[dtype]), torch.device(device)),
         load_tokenizer(Path(model_dir)),
         max_batch=limits["sequences"],
         max_model_len=limits["prompt_tokens"] + limits["new_tokens"],
@@ -87,7 +89,9 @@ def ours(model_dir: str, dtype: str, threads: int, limits: dict[str, int]) -> Co
     return complete
 
 
-def padded_generate(model_dir: str, dtype: str, threads: int, limits: dict[str, int]) -> Complete:
+def padded_generate(
+    model_dir: str, dtype: str, device: str, threads: int, limits: dict[str, int]
+) -> Complete:
     """A function that completes prompts with transformers' `generate`."""
     import torch
     from transformers.utils import logging
@@ -95,12 +99,12 @@ def padded_generate(model_dir: str, dtype: str, threads: int, limits: dict[str, 
     from aflow_tune.engines.local.models import load_model
 
     logging.set_verbosity_error()
-    model = load_model(Path(model_dir), getattr(torch, DTYPE_NAMES[dtype]), torch.device("cpu"))
+    model = load_model(Path(model_dir), getattr(torch, DTYPE_NAMES[dtype]), torch.device(device))
     torch.set_num_threads(threads)
     model.generation_config.eos_token_id = None
 
     def complete(prompts: Prompts) -> int:
-        ids = torch.tensor(prompts)
+        ids = torch.tensor(prompts, device=device)
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -178,6 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m", help="a name, folder or hub id")
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPE_NAMES), default=["fp32", "bf16"])
+    parser.add_argument("--device", default="cpu", help="cpu or cuda; vLLM's build decides its own")
     parser.add_argument("--sequences", nargs="+", type=int, default=[16, 32, 64])
     parser.add_argument("--prompt-tokens", type=int, default=50)
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -185,7 +190,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, help="default: physical cores")
     parser.add_argument("--only-ours", action="store_true", help="leave transformers out")
-    parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM (CPU)")
+    parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM")
     parser.add_argument("--json", type=Path, help="write the numbers here as well")
     args = parser.parse_args()
 
@@ -213,10 +218,12 @@ def main() -> None:
     rows = []
     for dtype in args.dtype:
         channels: dict[str, Connection] = {}
-        for side in ["ours"] if args.only_ours else SIDES:
-            channels[side], theirs = spawning.Pipe()
-            settings = (side, theirs, model_dir, dtype, threads, limits)
-            spawning.Process(target=serve, args=settings, daemon=True).start()
+        sides: list[BaseProcess] = []
+        for name in ["ours"] if args.only_ours else SIDES:
+            channels[name], theirs = spawning.Pipe()
+            settings = (name, theirs, model_dir, dtype, args.device, threads, limits)
+            sides.append(spawning.Process(target=serve, args=settings, daemon=True))
+            sides[-1].start()
         batches = [
             [
                 make_prompts(count, args.prompt_tokens, args.group, vocabulary, seed)
@@ -227,6 +234,8 @@ def main() -> None:
         speeds = [measure(channels, group) for group in batches]
         for channel in channels.values():
             channel.send(None)
+        for side in sides:
+            side.join()  # vLLM asks for memory that they hold
         if args.vllm:
             for row, vllm in zip(
                 speeds, measure_vllm(model_dir, dtype, batches, args), strict=True

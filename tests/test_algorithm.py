@@ -21,6 +21,7 @@ from aflow_tune.config.names import spell_out
 from aflow_tune.engines.local.trainer import LocalTrainer, Schedule, TrainerSettings
 from aflow_tune.engines.local.weights import LoraSpec
 from aflow_tune.engines.trinity.training.algorithm import TrainStep, TrinityLoss, to_sample
+from aflow_tune.engines.trinity.training.pair_loss import PairLoss
 from aflow_tune.errors import BadInput
 
 IN_EXPLORER = ["grpo", "multi_step_grpo", "gigpo", "opmd", "topr", "cispo", "gspo", "sapo", "rec"]
@@ -260,6 +261,16 @@ def test_dpo_is_the_mean_over_its_pairs(
             sample.run = number
     moved = trainer.step(groups, TrinityLoss(config.algorithm))
     assert moved["actor/final_loss"] == pytest.approx(sum(expected) / 2, abs=2e-6)
+
+
+def test_dpo_may_also_learn_the_chosen_answer() -> None:
+    """Ratios -1 and -2, so m = 1: -log sigmoid(0.1) = 0.644397; -log p of the chosen answer is 3
+    over 2 tokens, so 1.5, of which alpha = 2 adds 3."""
+    logprob = torch.tensor([[-1.0, -2.0, 9.0], [-1.0, -1.0, -3.0]])
+    reference = torch.tensor([[-1.0, -1.0, 0.0], [-1.0, -1.0, -1.0]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    loss, _ = PairLoss(beta=0.1, rpo_alpha=2.0)(logprob, mask, ref_logprob=reference)
+    assert float(loss) == pytest.approx(3.644397, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["rloo", "reinforceplusplus"])

@@ -558,11 +558,12 @@ class LlamaDecoder:
         return self._rms(x, self.norm)
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32; three
-        passes over memory instead of torch's seven."""
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32 and rounded
+        before the weight, as by the models; fewer passes over memory than torch's seven."""
+        exact = x.float()  # First: `vector_norm` of bf16 loses digits, whatever its dtype says.
+        norm = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
         scale = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-        return torch.mul(x * scale, weight, out=torch.empty_like(x))
+        return (exact * scale).to(x.dtype) * weight
 
     def _rotate(self, qkv_TW: Tensor, layer: _Layer, turns: Tensor) -> None:
         """Rotary embedding of queries and keys, in place (arXiv:2104.09864)."""

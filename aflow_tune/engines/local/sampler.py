@@ -178,7 +178,7 @@ def invert(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 def _restricted(scaled_V: Tensor, rule: RowRule) -> Tensor:
     """Probabilities of one row after banning, top-k and top-p (in this order), fp32."""
     if rule.banned is not None:
-        scaled_V = scaled_V.masked_fill(rule.banned, -math.inf)
+        scaled_V = scaled_V.masked_fill(rule.banned.to(scaled_V.device), -math.inf)
     if 0 < rule.top_k < len(scaled_V):
         kth = scaled_V.topk(rule.top_k).values[-1]
         scaled_V = scaled_V.masked_fill(scaled_V < kth, -math.inf)

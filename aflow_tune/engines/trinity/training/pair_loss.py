@@ -20,12 +20,15 @@ class PairLoss(PolicyLossFn):
     - hinge: max(0, 1 - beta m) (Zhao et al. 2023, SLiC-HF).
     - ipo: (m - 1 / (2 beta))^2, the log-ratios means over an answer's tokens (Azar et al. 2023).
 
-    `reference_free`: the reference's terms are 0. Trinity's own sums log-probabilities over a whole
-    micro-batch before it compares, which is another loss unless that is one pair. `pairs`: divides
-    the sum over pairs in place of their number in the call, for verl, which adds micro-batches up.
+    `rpo_alpha`: that much of the chosen answer's negative log-likelihood, its mean over tokens, is
+    added to each pair's loss, so that it does not sink with the rejected one's (Pang et al. 2024,
+    equation 1). `reference_free`: the reference's terms are 0. Trinity's own sums log-probabilities
+    over a whole micro-batch before it compares, which is another loss unless that is one pair.
+    `pairs`: divides the sum over pairs in place of their number in the call, for verl, which adds
+    micro-batches up.
 
-    Raises ValueError: another `loss_type`, a beta of 0 or less, smoothing outside of 0 to 0.5 or
-    with another loss than sigmoid.
+    Raises ValueError: another `loss_type`, a beta of 0 or less, an `rpo_alpha` below 0, smoothing
+    outside of 0 to 0.5 or with another loss than sigmoid.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class PairLoss(PolicyLossFn):
         label_smoothing: float = 0.0,
         loss_type: str = "sigmoid",
         reference_free: bool = False,
+        rpo_alpha: float = 0.0,
         pairs: int | None = None,
     ) -> None:
         super().__init__(backend=backend)
@@ -42,10 +46,12 @@ class PairLoss(PolicyLossFn):
             raise ValueError(f"loss_type: one of {', '.join(KINDS)}, not {loss_type!r}")
         if not beta > 0:
             raise ValueError(f"beta: above 0, not {beta}")
+        if not rpo_alpha >= 0:
+            raise ValueError(f"rpo_alpha: 0 or more, not {rpo_alpha}")
         if not 0 <= label_smoothing < 0.5 or (label_smoothing and loss_type != "sigmoid"):
             raise ValueError("label_smoothing: 0 to 0.5, with loss_type sigmoid")
         self.beta, self.label_smoothing = beta, label_smoothing
-        self.loss_type, self.pairs = loss_type, pairs
+        self.loss_type, self.pairs, self.rpo_alpha = loss_type, pairs, rpo_alpha
         self.reference_free = reference_free
         if reference_free:
             self._select_keys: list[str] = [
@@ -60,10 +66,10 @@ class PairLoss(PolicyLossFn):
         **kwargs: Any,
     ) -> tuple[Tensor, dict[str, float]]:
         """Rows 2i and 2i + 1 are chosen and rejected of pair i; all shapes are [2P, R]."""
-        mask = action_mask.to(logprob.dtype)
+        tokens = action_mask.sum(-1).clamp(min=1)
         ratios = logprob if ref_logprob is None else logprob - ref_logprob
         sums = (torch.where(action_mask.bool(), ratios, 0.0)).sum(-1)
-        scored = sums / mask.sum(-1).clamp(min=1) if self.loss_type == "ipo" else sums
+        scored = sums / tokens if self.loss_type == "ipo" else sums
         margins_P = scored[::2] - scored[1::2]
         smooth = self.label_smoothing
         if self.loss_type == "hinge":
@@ -73,6 +79,9 @@ class PairLoss(PolicyLossFn):
         else:
             logits_P = self.beta * margins_P
             losses_P = -(1 - smooth) * logsigmoid(logits_P) - smooth * logsigmoid(-logits_P)
+        if self.rpo_alpha:
+            likely = torch.where(action_mask.bool(), logprob, 0.0).sum(-1) / tokens
+            losses_P = losses_P - self.rpo_alpha * likely[::2]
         value = losses_P.sum() / (self.pairs or len(losses_P))
         rewards = self.beta * sums.detach()
         right = (rewards[::2] > rewards[1::2]).float()
