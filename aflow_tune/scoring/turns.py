@@ -26,7 +26,8 @@ from aflow_tune.sections import TurnRewardSection
 
 MEASURES = WEIGHTS["turns"]
 """The names of the measures."""
-_TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+TAGGED_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+"""A call as text, for models whose template does not know tools; the last may be cut off."""
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|$)", re.DOTALL)
 _IGNORED = re.compile(r"[ ,./\-_*^]")
 
@@ -116,7 +117,7 @@ def calls_of(message: Mapping[str, Any]) -> list[Call]:
     if calls:
         return [_read(call.get("function")) for call in calls]
     found = []
-    for match in _TAGGED.finditer(_text(message)):
+    for match in TAGGED_CALL.finditer(_text(message)):
         try:
             found.append(_read(json.loads(match[1])))
         except (ValueError, RecursionError):

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aflow_tune.errors import BadInput
+from aflow_tune.scoring.turns import TAGGED_CALL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 _PREAMBLE = (
     "You may call one or more functions to help with the request.\n"
     "Their signatures are inside <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
@@ -209,7 +208,7 @@ def parse_calls(
     """The text outside the tool calls (None if empty), and the calls in OpenAI's format. If any is
     not valid JSON for a function in `names`, all is text. Equal `salt` and text: equal ids."""
     calls: list[dict[str, Any]] = []
-    for position, match in enumerate(_CALL.finditer(text)):
+    for position, match in enumerate(TAGGED_CALL.finditer(text)):
         try:
             call = json.loads(match[1])
         except json.JSONDecodeError:
@@ -221,4 +220,4 @@ def parse_calls(
         written = json.dumps(arguments, ensure_ascii=False)
         function = {"name": call["name"], "arguments": written}
         calls.append({"id": f"call_{digest[:24]}", "type": "function", "function": function})
-    return (_CALL.sub("", text).strip() or None, calls) if calls else (text, [])
+    return (TAGGED_CALL.sub("", text).strip() or None, calls) if calls else (text, [])
