@@ -266,6 +266,8 @@ def test_only_the_key_of_an_open_endpoint_opens_it() -> None:
         ("chat/completions", b'{"messages": [1]}', 400),
         ("responses", b'{"input": "hi", "tools": [{"type": "web_search"}]}', 400),
         ("responses", b'{"input": [{"type": "item_reference", "id": "a"}]}', 400),
+        ("responses", b'{"input": "hi", "tools": ["calc"]}', 400),
+        ("responses", b'{"input": "hi", "text": "json"}', 400),
         ("responses", b'{"input": "hi", "previous_response_id": "resp_none"}', 404),
         ("embeddings", b"{}", 404),
     ],

@@ -182,7 +182,7 @@ class _Entry:
             before = self.kept[previous]
         try:
             asked = responses_api.as_chat(body, before)
-        except ValueError as error:
+        except (AttributeError, TypeError, ValueError) as error:  # the first two: not of its form
             raise _Refused(400, str(error)) from error
         answered = await self.ask(asked)
         response = responses_api.as_response(body, answered)
