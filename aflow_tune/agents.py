@@ -309,7 +309,9 @@ def _stages(config: AgentSFTConfig, method: str, path: str) -> list[dict[str, An
             "algorithm": {"repeat_times": config.num_samples},
             "buffer": {"batch_size": config.batch_size, "explorer_input": tasks},
         }
-        learned = {"algorithm_type": "dpo", "policy_loss_fn_args": {"beta": config.beta}, **rate}
+        # Without `rpo_alpha` the chosen calls sink with the rejected ones (docs/numbers.md).
+        loss = {"beta": config.beta, "rpo_alpha": 1.0}
+        learned = {"algorithm_type": "dpo", "policy_loss_fn_args": loss, **rate}
         learned["kl_loss_fn_args"] = {"kl_coef": 0.0}
         return [sample, _from_data("dpo", learned, config, "stage://pairs/pairs.jsonl")]
     kind = {"ppo": "ppo", "grpo": "multi_step_grpo"}[method]

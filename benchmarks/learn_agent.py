@@ -45,7 +45,10 @@ MODEL = "smollm2-135m"
 EXPLAINED = "critic/vf_explained_var"
 SELECTION, TIMING = "tool_selection_accuracy", "timing_precision"
 SFT: dict[str, Any] = {"learning_rate": 5e-4, "batch_size": 16, "max_response": 112}
-RL: dict[str, Any] = {"rl_learning_rate": 3e-4, "num_samples": 4}
+AFTER_SFT: dict[str, dict[str, Any]] = {
+    "dpo": {"rl_learning_rate": 5e-4, "epochs": 2},
+    "ppo": {"rl_learning_rate": 3e-4, "more": {"buffer": {"total_steps": 12}}},
+}
 
 
 def rows_of(path: Path) -> list[Row]:
@@ -141,16 +144,9 @@ def chain(tools: Path, out: Path, seed: int) -> None:
     shared = {"data": data, "seed": seed, **SFT}
     sft, seconds = train(AgentSFTConfig(base_model=MODEL, output=out / "runs" / "sft", **shared))
     after: dict[str, tuple[Path, float]] = {}
-    for method, more in (("dpo", {}), ("ppo", {"buffer": {"total_steps": 12}})):
-        config = RLTrainingConfig(
-            base_model=str(sft),
-            output=out / "runs" / method,
-            methods=(method,),
-            more=more,
-            **shared,
-            **RL,
-        )
-        after[method] = train(config)
+    for method, settings in AFTER_SFT.items():
+        given = {**shared, **settings, "output": out / "runs" / method, "methods": (method,)}
+        after[method] = train(RLTrainingConfig(base_model=str(sft), num_samples=4, **given))
     first = measured(MODEL, [sft], data, out / "from_base")
     second = measured(sft, [path for path, _ in after.values()], data, out / "from_sft")
     base, tuned = means(first, SELECTION)
