@@ -44,6 +44,8 @@ Row = dict[str, Any]
 MODEL = "smollm2-135m"
 EXPLAINED = "critic/vf_explained_var"
 SELECTION, TIMING = "tool_selection_accuracy", "timing_precision"
+WHOLE = "end_to_end_success"
+SAMPLES = 4  # of each turn, at the temperature of training
 SFT: dict[str, Any] = {"learning_rate": 5e-4, "batch_size": 16, "max_response": 112}
 AFTER_SFT: dict[str, dict[str, Any]] = {
     "dpo": {"rl_learning_rate": 5e-4, "epochs": 2},
@@ -83,7 +85,8 @@ def measured(base: Path | str, models: Sequence[Path], data: Path, out: Path) ->
     """`aflow-tune eval` of models beside a base: eval.json."""
     shared = {"data": data, "output": out, "max_response": SFT["max_response"]}
     path = AgentTrainingEvaluator(AgentSFTConfig(base_model=str(base), **shared)).write()
-    words = ["eval", path, *(["--checkpoint", *models] if models else []), "--out", out / "eval"]
+    words = ["eval", path, "--samples", SAMPLES, "--out", out / "eval"]
+    words += ["--checkpoint", *models] if models else []
     command(*words, done=out / "eval" / "eval.json")
     found: dict[str, Any] = json.loads((out / "eval" / "eval.json").read_text())
     return found
@@ -156,7 +159,7 @@ def chain(tools: Path, out: Path, seed: int) -> None:
         after.items(), means(second, SELECTION)[1:], strict=True
     ):
         print(f"  {method} {value:.3f}, {spent:.0f} s")
-    print(f"  against sft: {gained(second, SELECTION)}")
+    print(f"  against sft: {gained(second, SELECTION)}; whole turns {gained(second, WHOLE)}")
     metrics = out / "runs" / "ppo" / "metrics.jsonl"
     logged = [json.loads(line)["metrics"] for line in metrics.read_text().splitlines()]
     found = [one[EXPLAINED] for one in logged if EXPLAINED in one]
