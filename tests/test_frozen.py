@@ -165,6 +165,7 @@ def test_verdicts_and_places(run: Run, here: Path) -> None:
 # --- settings --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_resolved_settings_of_every_shipped_configuration(here: Path) -> None:
     """Kept as the values that most of them have, and for each one what differs from those."""
     found: dict[str, dict[str, Any]] = {}
@@ -243,6 +244,7 @@ def test_keys_and_defaults_of_our_own_settings() -> None:
 # --- written graphs --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_verdicts_on_written_graphs(run: Run, here: Path) -> None:
     found: dict[str, str] = {}
     for graph in GRAPHS:

@@ -104,6 +104,7 @@ def test_a_better_workflow_is_found_kept_and_compared(
     assert tree["winner"] != tree["seed"]
 
 
+@pytest.mark.slow
 def test_options_are_settings(search: Search, config: Path) -> None:
     words = ("--budget", "rollouts=40", "--rounds", "2", "--select", "aflow", "name=short")
     code, printed, _ = search(*words)
@@ -205,6 +206,7 @@ def test_a_second_search_over_the_pool_starts_warm(
     assert second["trees"][0]["winner"] == first["trees"][0]["winner"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["garbage", "repeats itself", "chooses"])
 def test_a_teacher_that_misbehaves_does_not_stop_edits(
     search: Search, config: Path, server: FaultyServer, kind: str

@@ -710,6 +710,7 @@ def executor_of(kind: str, most: int | None = None, shuffled: int = 0) -> Execut
     return made(most, shuffled=shuffled, down=down)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_an_interrupted_search_comes_to_the_same(tmp_path: Path, name: str) -> None:
     kind = Kind(name)

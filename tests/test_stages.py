@@ -121,6 +121,7 @@ def test_overrides_reach_stages_and_the_top_level(chain: Path) -> None:
 # --- running ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_chain_runs_from_sft_to_bench(chain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run_config(chain)
     folder = _folder(chain)
