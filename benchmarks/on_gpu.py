@@ -15,6 +15,7 @@ weights too, since speed does not depend on them, and as the peak the rate of a 
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 import time
 import traceback
@@ -38,6 +39,10 @@ QWEN_1_5B = {
     "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
     "tie_word_embeddings": True, "max_position_embeddings": 4096,
 }  # fmt: skip
+
+
+def named(device: torch.device, dtype: torch.dtype, *more: str) -> str:
+    return " ".join([str(device), str(dtype).removeprefix("torch."), *more])
 
 
 def trainer_on(
@@ -78,7 +83,7 @@ def agreement(folder: Path) -> None:
     ]  # fmt: skip
     print(f"cpu fp32: gradient norm {reference['norm']:.5f}, {', '.join(reference['paths'])}")
     for device, dtype, more in cases:
-        name = " ".join([str(device), str(dtype).removeprefix("torch."), *more.values()])
+        name = named(device, dtype, *more.values())
         try:
             found = scored(folder, device, dtype, **more)
         except ImportError as error:
@@ -105,8 +110,6 @@ def drawn(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, 
     params = [SamplingParams(24, seed=7 * i, **kinds[i % 4]) for i in range(len(prompts))]
     sampler = Sampler(load_model(folder, dtype, device), tokenizer, max_model_len=512)
     found: list[Completion] = [one for (one,) in sampler.generate(prompts, params)]
-    again = [sampler.token_logprobs(prompt, 1.0) for prompt in prompts[:4]]
-    assert all(len(one) == len(prompt) - 1 for one, prompt in zip(again, prompts, strict=False))
     sampler.close()
     samples = [
         Sample(
@@ -127,39 +130,33 @@ def drawing(folder: Path) -> None:
     for device, dtype in ((GPU, FP32), (CPU, BF16), (GPU, BF16)):
         tokens, mismatch = drawn(folder, device, dtype)
         same = sum(a == b for a, b in zip(tokens, reference, strict=True))
-        name = f"{device} {str(dtype).removeprefix('torch.')}"
-        print(
-            f"{name}: sampler against trainer {mismatch:.2g}; {same} of {len(tokens)} drawn alike"
-        )
+        told = f"sampler against trainer {mismatch:.2g}; {same} of {len(tokens)} drawn alike"
+        print(f"{named(device, dtype)}: {told}")
 
 
-def random_qwen(folder: Path) -> int:
-    """Writes a model of Qwen2.5-1.5B's shape; returns its number of weights."""
+def write_random(folder: Path) -> None:
+    """Writes a model of Qwen2.5-1.5B's shape."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     with torch.device(GPU):
-        model = Qwen2ForCausalLM(Qwen2Config(**QWEN_1_5B)).to(BF16)
-    model.save_pretrained(folder)
-    return sum(weight.numel() for weight in model.parameters())
+        Qwen2ForCausalLM(Qwen2Config(**QWEN_1_5B)).to(BF16).save_pretrained(folder)
 
 
-def train_speed(folder: Path, weights: int, rows: int = 16, length: int = 1024) -> None:
+def train_speed(folder: Path, rows: int = 16, length: int = 1024) -> None:
     """A step of SFT on `rows` rows without a common prefix. A product with frozen weights takes 2
     operations a weight and token forwards and as many backwards, for the gradient of its input."""
     peak = product_rate()
     trainer = trainer_on(folder, GPU, BF16, tokens=rows * length)
+    weights = sum(it.numel() for it in trainer.base.parameters() if not it.requires_grad)
     draw = torch.Generator().manual_seed(0)
     learned = torch.ones(length - 1, dtype=torch.bool)
     seconds = []
     for _ in range(6):
-        groups = [
-            [Sample(torch.randint(9, 40000, (length,), generator=draw), 1, learned)]
-            for _ in range(rows)
-        ]  # fmt: skip
+        tokens = torch.randint(9, 40000, (rows, length), generator=draw)
+        groups = [[Sample(tokens_T, 1, learned)] for tokens_T in tokens]
         seconds.append(trainer.step(groups, AnswerLoss())["time/train_step"])
-    best = sorted(seconds[1:])[len(seconds[1:]) // 2]
-    rate = rows * length / best
+    rate = rows * length / statistics.median(seconds[1:])
     share = 4 * weights * rate / peak
     memory = torch.cuda.max_memory_allocated() / 2**30
     print(
@@ -178,18 +175,14 @@ def product_rate(size: int = 8192) -> float:
         a @ b
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - started)
-    return 2 * size**3 / sorted(taken[2:])[5]
+    return 2 * size**3 / statistics.median(taken[2:])
 
 
 def speed(folder: Path) -> None:
-    weights = sum(t.numel() for t in load_model(folder, BF16, CPU).parameters())
-    train_speed(folder, weights)
+    train_speed(folder)
     with tempfile.TemporaryDirectory() as scratch:
-        made = Path(scratch)
-        weights = random_qwen(made)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            (made / name).write_bytes((folder / name).read_bytes())
-        train_speed(made, weights)
+        write_random(Path(scratch))
+        train_speed(Path(scratch))
 
 
 def main() -> None:

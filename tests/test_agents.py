@@ -94,7 +94,8 @@ def test_the_classes_and_the_command_stand_for_one_yaml(
     assert yaml.safe_load(capsys.readouterr().out) == by_class
     assert [stage["stage_name"] for stage in by_class["stages"]] == ["sft", "pairs", "dpo"]
     assert by_class["stages"][1]["algorithm"]["repeat_times"] == 8
-    assert by_class["stages"][2]["algorithm"]["policy_loss_fn_args"]["beta"] == 0.2
+    loss = by_class["stages"][2]["algorithm"]["policy_loss_fn_args"]
+    assert loss == {"beta": 0.2, "rpo_alpha": 1.0}
     assert by_class["dialogues"]["task_weights"] == weights
 
     more = AgentSFTConfig(

@@ -38,7 +38,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from aflow_tune.engines.local.server import CLIENT_CLOSED, bound_socket
+from aflow_tune.engines.local.server import CLIENT_CLOSED, bound_socket, bounded_body
 from aflow_tune.errors import AflowTuneError, BadInput, RunFailed
 from aflow_tune.models.types import ModelError, ModelFailure
 from aflow_tune.sandbox.types import SandboxUnavailable
@@ -181,7 +181,7 @@ class SolveServer:
             return _error(415, "send JSON: content-type: application/json")
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                body = await _body(request)
+                body = await bounded_body(request, MAX_BODY_BYTES)
         except TimeoutError:
             return _error(408, "the request took too long to arrive")
         except ClientDisconnect:
@@ -329,16 +329,6 @@ def _told(error: BaseException) -> Response:
     known = isinstance(error, AflowTuneError)
     log.error("a problem could not be solved: %s", error, exc_info=None if known else error)
     return _error(500, "the problem could not be worked on; the server's log says why")
-
-
-async def _body(request: Request) -> bytes | None:
-    """The body; None if it is too large, then the rest is not read."""
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            return None
-    return body
 
 
 def _read(body: bytes) -> dict[str, Any]:

@@ -386,6 +386,16 @@ async def unless_disconnected(request: Request, answer: asyncio.Future[T]) -> T 
     return answer.result() if answer.done() else None
 
 
+async def bounded_body(request: Request, most: int) -> bytes | None:
+    """The body; None if it has more than `most` bytes, then the rest is not read."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            return None
+    return bytes(body)
+
+
 def serve_in_thread(app: FastAPI, host: str) -> tuple[uvicorn.Server, threading.Thread, str]:
     """Serve on a free port of `host`, in a thread that ends with the process; the last is the
     address. Raises RunFailed: it cannot listen."""

@@ -39,6 +39,7 @@ from aflow_tune.cluster.ray_for_run import spans_nodes
 from aflow_tune.context import caller, open_scope, state_key, step_reward
 from aflow_tune.engines.local.server import (
     CLIENT_CLOSED,
+    bounded_body,
     error_response,
     serve_in_thread,
     unless_disconnected,
@@ -180,10 +181,7 @@ class _Entry:
             if previous not in self.kept:
                 raise _Refused(404, f"no response {previous!r} of this endpoint")
             before = self.kept[previous]
-        try:
-            asked = responses_api.as_chat(body, before)
-        except (AttributeError, TypeError, ValueError) as error:  # the first two: not of its form
-            raise _Refused(400, str(error)) from error
+        asked = responses_api.as_chat(body, before)
         answered = await self.ask(asked)
         response = responses_api.as_response(body, answered)
         told = asked["messages"][bool(body.get("instructions")) :]  # those are of one request
@@ -272,11 +270,9 @@ def _key(request: Request) -> str:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    raw = b""
-    async for part in request.stream():
-        raw += part
-        if len(raw) > MAX_BODY_BYTES:
-            raise _Refused(413, f"a request has at most {MAX_BODY_BYTES} bytes")
+    raw = await bounded_body(request, MAX_BODY_BYTES)
+    if raw is None:
+        raise _Refused(413, f"a request has at most {MAX_BODY_BYTES} bytes")
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -34,7 +34,7 @@ def as_chat(body: Mapping[str, Any], before: Sequence[Mapping[str, Any]] = ()) -
     choice = body.get("tool_choice")
     if isinstance(choice, Mapping):
         choice = {"type": "function", "function": {"name": choice.get("name")}}
-    limit, form = body.get("max_output_tokens"), (body.get("text") or {}).get("format") or {}
+    limit, form = body.get("max_output_tokens"), _object(_object(body, "text"), "format")
     if form.get("type") == "json_schema":
         schema = {key: form[key] for key in ("name", "schema", "strict") if key in form}
         form = {"type": "json_schema", "json_schema": schema}
@@ -42,11 +42,17 @@ def as_chat(body: Mapping[str, Any], before: Sequence[Mapping[str, Any]] = ()) -
     return chat | {name: value for name, value in more.items() if value is not None}
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise ValueError(
-            f"a tool of the type {tool.get('type')!r} is not supported: only functions"
-        )
+def _object(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = given.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}: an object is needed, not {value!r:.80}")
+    return value
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    kind = tool.get("type") if isinstance(tool, Mapping) else type(tool).__name__
+    if kind != "function":
+        raise ValueError(f"a tool of the type {kind!r} is not supported: only functions")
     keys = ("name", "description", "parameters", "strict")
     function = {key: tool[key] for key in keys if tool.get(key) is not None}
     return {"type": "function", "function": function}

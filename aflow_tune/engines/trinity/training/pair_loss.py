@@ -66,9 +66,10 @@ class PairLoss(PolicyLossFn):
         **kwargs: Any,
     ) -> tuple[Tensor, dict[str, float]]:
         """Rows 2i and 2i + 1 are chosen and rejected of pair i; all shapes are [2P, R]."""
-        tokens = action_mask.sum(-1).clamp(min=1)
+        mask = action_mask.bool()
+        tokens = mask.sum(-1).clamp(min=1)
         ratios = logprob if ref_logprob is None else logprob - ref_logprob
-        sums = (torch.where(action_mask.bool(), ratios, 0.0)).sum(-1)
+        sums = torch.where(mask, ratios, 0.0).sum(-1)
         scored = sums / tokens if self.loss_type == "ipo" else sums
         margins_P = scored[::2] - scored[1::2]
         smooth = self.label_smoothing
@@ -80,7 +81,7 @@ class PairLoss(PolicyLossFn):
             logits_P = self.beta * margins_P
             losses_P = -(1 - smooth) * logsigmoid(logits_P) - smooth * logsigmoid(-logits_P)
         if self.rpo_alpha:
-            likely = torch.where(action_mask.bool(), logprob, 0.0).sum(-1) / tokens
+            likely = torch.where(mask, logprob, 0.0).sum(-1) / tokens
             losses_P = losses_P - self.rpo_alpha * likely[::2]
         value = losses_P.sum() / (self.pairs or len(losses_P))
         rewards = self.beta * sums.detach()
