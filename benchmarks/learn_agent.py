@@ -1,19 +1,20 @@
 """What agents that use tools learn from dialogues: SmolLM2-135M on two cores, by whole commands.
 
-    python benchmarks/learn_agent.py --tools FOLDER chain        SFT, then DPO and PPO after it
+    python benchmarks/learn_agent.py --tools FOLDER chain        SFT; GRPO, DPO and PPO after it
     python benchmarks/learn_agent.py --tools FOLDER needed       whether a tool is needed at all
     python benchmarks/learn_agent.py --tools FOLDER coreset      a quarter of the rows, four ways
-    python benchmarks/learn_agent.py --tools FOLDER replay       four rounds of new tools
+    python benchmarks/learn_agent.py --tools FOLDER replay       four rounds, each with new tools
 
 FOLDER has seal-tools/{tool,dev,test_in_domain,test_out_domain}.jsonl (Apache-2.0) and metatool/
-{tool_needed.jsonl,plugin_des.json} (MIT). `--seeds 0 1 2`, `--out DIR` (what is there is not run
-again).
+{tool_needed.jsonl,plugin_des.json} (MIT). `--seeds 0 1 2`, `--after grpo` (some of chain's
+methods), `--out DIR` (what is there is not run again).
 
 chain: Seal-Tools' queries of one call; four tools are offered, the right one among them. Trained on
 dev and in-domain queries, tested on out-of-domain ones whose tool is called in no training row.
 needed: MetaTool's queries, four tools offered; a fifth of them held out; balanced accuracy.
 coreset: as chain, SFT alone, equal steps and rows for each strategy.
-replay: the training rows of chain in four rounds by tool, each round tested on its own tools.
+replay: first 240 rows of needed, then a quarter of chain's tools a round, in which a tool is always
+called: what is forgotten is when to call none.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ WHOLE = "end_to_end_success"
 SAMPLES = 4  # of each turn, at the temperature of training
 SFT: dict[str, Any] = {"learning_rate": 5e-4, "batch_size": 16, "max_response": 112}
 AFTER_SFT: dict[str, dict[str, Any]] = {
+    "grpo": {"rl_learning_rate": 5e-4, "more": {"buffer": {"total_steps": 16}}},
     "dpo": {"rl_learning_rate": 5e-4, "epochs": 2},
     "ppo": {"rl_learning_rate": 3e-4, "more": {"buffer": {"total_steps": 12}}},
 }
@@ -141,14 +143,19 @@ def name_of(row: Row) -> str:
     return str(row["messages"][-1]["tool_calls"][0]["function"]["name"])
 
 
-def chain(tools: Path, out: Path, seed: int) -> None:
+def chain(tools: Path, out: Path, seed: int, methods: Sequence[str]) -> None:
     data = out / "data"
     learned, held_out = selection_data(tools, data)
     shared = {"data": data, "seed": seed, **SFT}
     sft, seconds = train(AgentSFTConfig(base_model=MODEL, output=out / "runs" / "sft", **shared))
     after: dict[str, tuple[Path, float]] = {}
-    for method, settings in AFTER_SFT.items():
-        given = {**shared, **settings, "output": out / "runs" / method, "methods": (method,)}
+    for method in methods:
+        given = {
+            **shared,
+            **AFTER_SFT[method],
+            "output": out / "runs" / method,
+            "methods": (method,),
+        }
         after[method] = train(RLTrainingConfig(base_model=str(sft), num_samples=4, **given))
     first = measured(MODEL, [sft], data, out / "from_base")
     second = measured(sft, [path for path, _ in after.values()], data, out / "from_sft")
@@ -160,6 +167,8 @@ def chain(tools: Path, out: Path, seed: int) -> None:
     ):
         print(f"  {method} {value:.3f}, {spent:.0f} s")
     print(f"  against sft: {gained(second, SELECTION)}; whole turns {gained(second, WHOLE)}")
+    if "ppo" not in methods:
+        return
     metrics = out / "runs" / "ppo" / "metrics.jsonl"
     logged = [json.loads(line)["metrics"] for line in metrics.read_text().splitlines()]
     found = [one[EXPLAINED] for one in logged if EXPLAINED in one]
@@ -167,12 +176,13 @@ def chain(tools: Path, out: Path, seed: int) -> None:
     print(f"  ppo's explained variance, second half: {sum(late) / len(late):.3f}")
 
 
-def needed(tools: Path, out: Path, seed: int) -> None:
+def needed_rows(tools: Path, seed: int) -> list[Row]:
+    """MetaTool's queries in a drawn order, each with four tools, the right one among them if one
+    is needed."""
     described = json.loads((tools / "metatool" / "plugin_des.json").read_text(encoding="utf-8"))
     draw = random.Random(f"needed/{seed}")
     rows = rows_of(tools / "metatool" / "tool_needed.jsonl")
     draw.shuffle(rows)
-    split = len(rows) // 5
     made = []
     for number, row in enumerate(rows):
         names = [row["tool"]] if row.get("tool") in described else []
@@ -189,19 +199,26 @@ def needed(tools: Path, out: Path, seed: int) -> None:
         messages = [{"role": "user", "content": row["query"]}, answer]
         kind = "selection" if row["label"] == "positive" else "timing"
         made.append({"id": f"{number}", "messages": messages, "tools": listed, "task_type": kind})
-    data = out / "data"
+    return made
+
+
+def balanced(column: Mapping[str, Any]) -> float:
+    """Mean of the shares of right decisions where a tool is needed and where none is."""
+    (cell,) = column["tasksets"].values()
+    by_type = [kind[TIMING]["mean"] for kind in cell["agents_by_type"].values()]
+    return float(sum(by_type) / len(by_type))
+
+
+def needed(tools: Path, out: Path, seed: int) -> None:
+    made, data = needed_rows(tools, seed), out / "data"
+    split = len(made) // 5
     write_rows(data / "test.jsonl", made[:split])
     write_rows(data / "dialogues.jsonl", made[split:])
     sft, seconds = train(
         AgentSFTConfig(base_model=MODEL, data=data, output=out / "runs" / "sft", seed=seed, **SFT)
     )
-    result = measured(MODEL, [sft], data, out / "measured")
-    told = []
-    for column in result["columns"]:
-        (cell,) = column["tasksets"].values()
-        by_type = [kind[TIMING]["mean"] for kind in cell["agents_by_type"].values()]
-        told.append(f"{sum(by_type) / len(by_type):.3f}")
-    print(f"seed {seed}: balanced accuracy base {told[0]}, sft {told[1]}, {seconds:.0f} s")
+    base, tuned = map(balanced, measured(MODEL, [sft], data, out / "measured")["columns"])
+    print(f"seed {seed}: balanced accuracy base {base:.3f}, sft {tuned:.3f}, {seconds:.0f} s")
 
 
 def coreset(tools: Path, out: Path, seed: int) -> None:
@@ -230,10 +247,10 @@ def replay(tools: Path, out: Path, seed: int) -> None:
     learned, _ = selection_data(tools, out / "data")
     names = sorted({name_of(row) for row in learned})
     random.Random(f"replay/{seed}").shuffle(names)
-    rounds = [set(names[at::4]) for at in range(4)]
-    for at, of_round in enumerate(rounds):
-        rows = [row for row in learned if name_of(row) in of_round]
-        fifth = max(16, len(rows) // 5)
+    rounds = [needed_rows(tools, seed)[:240]]
+    rounds += [[row for row in learned if name_of(row) in names[at::4]] for at in range(3)]
+    for at, rows in enumerate(rounds):
+        fifth = len(rows) // 5
         write_rows(out / f"round_{at}" / "test.jsonl", rows[:fifth])
         write_rows(out / f"round_{at}" / "dialogues.jsonl", rows[fifth:])
     for ratio in (0.0, 0.3):
@@ -252,32 +269,37 @@ def replay(tools: Path, out: Path, seed: int) -> None:
             )
             models.append(train(config)[0])
             base = str(models[-1])
-        # Of each round's tools: right just after it, and at the end of all four.
-        first = [
-            means(measured(one, models[3:], out / f"round_{at}", folder / f"R_{at}"), SELECTION)
-            for at, one in enumerate(models[:3])
-        ]
-        last = measured(models[3], [], out / "round_3", folder / "R_3")
-        lost = sum(after - before for before, after in first) / 3
-        final = (sum(after for _, after in first) + means(last, SELECTION)[0]) / 4
-        print(f"seed {seed}, replay {ratio:g}: backward transfer {lost:+.3f}, final {final:.3f}")
+        # What a round taught, just after it and at the end of all four.
+        pairs = []
+        for at, one in enumerate(models[:3]):
+            found = measured(one, models[3:], out / f"round_{at}", folder / f"R_{at}")
+            pairs.append(
+                means(found, SELECTION) if at else [balanced(column) for column in found["columns"]]
+            )
+        told = ", ".join(f"{after - before:+.3f} from {before:.3f}" for before, after in pairs)
+        lost = sum(after - before for before, after in pairs) / 3
+        print(f"seed {seed}, replay {ratio:g}: backward transfer {lost:+.3f} (by round {told})")
 
 
-PARTS = {"chain": chain, "needed": needed, "coreset": coreset, "replay": replay}
+PARTS = {"needed": needed, "coreset": coreset, "replay": replay}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("part", choices=("chain", *PARTS))
     parser.add_argument(
         "--tools", type=Path, required=True, help="where seal-tools/ and metatool/ are"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--after", choices=AFTER_SFT, nargs="+", default=list(AFTER_SFT))
     parser.add_argument("--out", type=Path, default=Path("runs/learn_agent"))
     options = parser.parse_args()
     for seed in options.seeds:
         out = options.out.absolute() / options.part / f"seed_{seed}"
-        PARTS[options.part](options.tools, out, seed)
+        if options.part == "chain":
+            chain(options.tools, out, seed, options.after)
+        else:
+            PARTS[options.part](options.tools, out, seed)
 
 
 if __name__ == "__main__":
