@@ -6,13 +6,16 @@
   cache is cleared after each sync.
 - **Ranks without vLLM kernels** are rounded up to the next supported rank.
 - **Weight sync by memory** also works on a Ray that the command started.
+- **An engine that does not start** says why: vLLM's process prints it, and raises "see above".
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
+from pathlib import Path
 from typing import Any, get_args
 
 import httpx
@@ -42,6 +45,15 @@ class VllmSampler(vLLMRolloutModel):
         # workers, and without an address they would start a Ray of their own.
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         super().__init__(config)
+
+    async def prepare(self) -> None:
+        """As Trinity's. RunFailed, with vLLM's own reason: the engine did not start."""
+        try:
+            await super().prepare()
+        except RuntimeError as error:
+            printed = Path(os.readlink("/proc/self/fd/2"))  # Ray's file for this process's stderr
+            told = f"{_reason(printed) or error}\nWhat it printed: {printed}"
+            raise RunFailed(f"vLLM did not start: {told}") from error
 
     async def run_api_server(self) -> bool:
         engine = self.async_llm
@@ -82,6 +94,16 @@ class VllmSampler(vLLMRolloutModel):
                     await asyncio.sleep(0.5)
         scores = answer.json()["choices"][0]["prompt_logprobs"][1:]
         return [next(iter(score.values()))["logprob"] for score in scores]
+
+
+def _reason(printed: Path) -> str | None:
+    """The last error that vLLM's processes printed into a file."""
+    told = re.findall(
+        r"^\((?:EngineCore|Worker).*?\) (\w*(?:Error|Exception): .+)$",
+        printed.read_text(encoding="utf-8", errors="replace") if printed.is_file() else "",
+        re.MULTILINE,
+    )
+    return told[-1] if told else None
 
 
 class _WithNewestAdapter:
