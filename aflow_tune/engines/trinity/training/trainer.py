@@ -23,7 +23,7 @@ from trinity.common.experience import EID, Experience
 from trinity.trainer import trainer as trinity_trainer
 from trinity.trainer.trainer import TrainEngineWrapper, Trainer
 
-from aflow_tune.config.critic import critic_settings
+from aflow_tune.config.critic import critic_settings, uses_critic
 from aflow_tune.config.engine import removes_padding
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.names import BATCH_FILES
@@ -249,10 +249,17 @@ class LocalTrainActor(PublishingTrainer):
 
 class VerlTrainer(PublishingTrainer):
     """Trinity's trainer on verl. Raises the error of a step, which upstream only logs before it
-    ends as if it had succeeded. Applies `provide_unpadding`, and for DPO `keep_pairs`."""
+    ends as if it had succeeded. Applies `provide_unpadding`, for DPO `keep_pairs`, and for PPO
+    without flash-attn `CriticWorker`."""
 
     def __init__(self, config: Config) -> None:
         provide_unpadding()
+        if uses_critic(config) and not removes_padding():
+            from trinity.trainer.verl import trainer as verl_trainer
+
+            from aflow_tune.engines.trinity.training.critic_worker import CriticWorker
+
+            verl_trainer.TrinityCriticWorker = CriticWorker
         super().__init__(config)
         self._error: Exception | None = None
         if config.algorithm.algorithm_type == "dpo" and config.trainer.trainer_type == "verl":
