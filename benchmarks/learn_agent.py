@@ -25,7 +25,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -248,7 +248,9 @@ def replay(tools: Path, out: Path, seed: int) -> None:
     names = sorted({name_of(row) for row in learned})
     random.Random(f"replay/{seed}").shuffle(names)
     rounds = [needed_rows(tools, seed)[:240]]
-    rounds += [[row for row in learned if name_of(row) in names[at::4]] for at in range(3)]
+    for at in range(3):
+        of_round = set(names[at::4])
+        rounds.append([row for row in learned if name_of(row) in of_round])
     for at, rows in enumerate(rounds):
         fifth = len(rows) // 5
         write_rows(out / f"round_{at}" / "test.jsonl", rows[:fifth])
@@ -281,12 +283,17 @@ def replay(tools: Path, out: Path, seed: int) -> None:
         print(f"seed {seed}, replay {ratio:g}: backward transfer {lost:+.3f} (by round {told})")
 
 
-PARTS = {"needed": needed, "coreset": coreset, "replay": replay}
+PARTS: dict[str, Callable[..., None]] = {
+    "chain": chain,
+    "needed": needed,
+    "coreset": coreset,
+    "replay": replay,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("part", choices=("chain", *PARTS))
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument(
         "--tools", type=Path, required=True, help="where seal-tools/ and metatool/ are"
     )
@@ -294,12 +301,10 @@ def main() -> None:
     parser.add_argument("--after", choices=AFTER_SFT, nargs="+", default=list(AFTER_SFT))
     parser.add_argument("--out", type=Path, default=Path("runs/learn_agent"))
     options = parser.parse_args()
+    more = {"methods": options.after} if options.part == "chain" else {}
     for seed in options.seeds:
         out = options.out.absolute() / options.part / f"seed_{seed}"
-        if options.part == "chain":
-            chain(options.tools, out, seed, options.after)
-        else:
-            PARTS[options.part](options.tools, out, seed)
+        PARTS[options.part](options.tools, out, seed, **more)
 
 
 if __name__ == "__main__":
