@@ -18,7 +18,7 @@ so the forward pass processes the rows in chunks, keeps p W (and the entropy's p
 [rows, hidden] and discards the logits. Only a trained output head recomputes them.
 
 **RMS norms in fp32, a few rows at a time**: what lies between the passes stays in the cache, which
-takes a quarter of the time of whole tensors on a CPU.
+takes a quarter of the time of whole tensors on a CPU. The backward pass is torch's of layer norms.
 """
 
 from __future__ import annotations
@@ -329,9 +329,8 @@ class _BlockAttention(torch.autograd.Function):
         q_BND, do_BND = stack(q_SHQD * ctx.scale), stack(do_SHQD)
         rowsum_BN1 = stack((do_SHQD * o_SHQD).sum(-1, keepdim=True))
         dq_BND = torch.empty_like(q_BND)
-        dk_BKD = torch.zeros(S * G, K, D, dtype=torch.float32, device=k_BKD.device)
-        dv_BKD = torch.zeros_like(dk_BKD)
-        for start in range(0, Q, _TILE):
+        exact = torch.float32 if Q > _TILE else q_BND.dtype  # in which several tiles are summed
+        for start in reversed(range(0, Q, _TILE)):  # the last tile sees all keys
             stop = min(start + _TILE, Q)
             seen = min(K, ctx.longest + stop)
             tile = slice(start * R, stop * R)
@@ -342,12 +341,17 @@ class _BlockAttention(torch.autograd.Function):
             hidden = ~mask_S1QK[:, :, start:stop, None, first:seen]
             p.view(S, G, -1, R, seen)[..., first:].masked_fill_(hidden, float("-inf"))
             p = p.softmax(-1)
-            dv_BKD[:, :seen] += torch.bmm(p.mT, do)
+            dv = torch.bmm(p.mT, do)
             ds = torch.bmm(do, v.mT)
             ds -= rowsum_BN1[:, tile]
             ds *= p
             torch.bmm(ds, k, out=dq_BND[:, tile])
-            dk_BKD[:, :seen] += torch.bmm(ds.mT, q)
+            dk = torch.bmm(ds.mT, q)
+            if stop == Q:
+                dk_BKD, dv_BKD = dk.to(exact), dv.to(exact)
+            else:
+                dk_BKD[:, :seen] += dk
+                dv_BKD[:, :seen] += dv
         dq_SHQD = dq_BND.mul_(ctx.scale).view(S, G, Q, R, D).transpose(2, 3).reshape(S, H, Q, D)
         dk, dv = (x.to(k_BKD.dtype).view(S, G, K, D) for x in (dk_BKD, dv_BKD))
         return dq_SHQD, dk, dv, None, None, None
@@ -409,46 +413,36 @@ class _TokenScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows, vocabulary = hidden_UH.shape[0], weight_VH.shape[0]
         need = any(ctx.needs_input_grad[:3])
-        lse_U = hidden_UH.new_empty(rows, dtype=torch.float32)
-        chosen_M = hidden_UH.new_empty(len(node_M), dtype=torch.float32)
+        logprobs_M = hidden_UH.new_empty(len(node_M), dtype=torch.float32)
         entropy_U = hidden_UH.new_zeros(rows if want_entropy else 0, dtype=torch.float32)
         mean_UH = torch.empty_like(hidden_UH) if need else None
         slope_UH = torch.empty_like(hidden_UH) if need and want_entropy else None
         order_M = torch.argsort(node_M, stable=True)
         counts = torch.searchsorted(node_M[order_M], torch.arange(rows + 1, device=node_M.device))
         for start, stop in _chunks(rows, vocabulary):
-            z = _logits(hidden_UH[start:stop], weight_VH, bias_V, temperature)
+            logits = _logits(hidden_UH[start:stop], weight_VH, bias_V, temperature)
+            logp = logits.log_softmax(-1)
             pick = order_M[counts[start] : counts[stop]]
-            chosen_M[pick] = z[node_M[pick] - start, target_M[pick]]
-            top = z.amax(-1, keepdim=True)
-            # In place: z becomes exp(z - max), normalised by its sum after the product with W.
-            shifted = z.sub_(top)
-            p = shifted.exp() if want_entropy else shifted.exp_()
-            total = p.sum(-1, keepdim=True)
-            lse_U[start:stop] = (top + total.log()).squeeze(-1)
+            logprobs_M[pick] = logp[node_M[pick] - start, target_M[pick]]
+            p = logp.exp() if want_entropy else logp.exp_()
             if want_entropy:
-                # H = log(total) - sum p (z - max) / total
-                logp = shifted.sub_(total.log())
-                p.div_(total)
                 entropy = -(p * logp).sum(-1, keepdim=True)
                 entropy_U[start:stop] = entropy.squeeze(-1)
                 if slope_UH is not None:
                     weights = (logp.add_(entropy).mul_(p)).neg_().to(weight_VH.dtype)
                     slope_UH[start:stop] = weights @ weight_VH
-                total = torch.ones_like(total)
             if mean_UH is not None:
-                product = p.to(weight_VH.dtype) @ weight_VH
-                mean_UH[start:stop] = product / total.to(product.dtype)
+                mean_UH[start:stop] = p.to(weight_VH.dtype) @ weight_VH
         ctx.save_for_backward(
-            hidden_UH, weight_VH, bias_V, node_M, target_M, lse_U, entropy_U, mean_UH, slope_UH
+            hidden_UH, weight_VH, bias_V, node_M, target_M, entropy_U, mean_UH, slope_UH
         )
         ctx.temperature = temperature
-        return chosen_M - lse_U[node_M], entropy_U
+        return logprobs_M, entropy_U
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         g_M, e_U = grads
-        (hidden_UH, weight_VH, bias_V, node_M, target_M, lse_U, entropy_U, mean_UH, slope_UH) = (
+        (hidden_UH, weight_VH, bias_V, node_M, target_M, entropy_U, mean_UH, slope_UH) = (
             ctx.saved_tensors
         )
         rows = hidden_UH.shape[0]
@@ -465,8 +459,8 @@ class _TokenScores(torch.autograd.Function):
         dW = torch.zeros(weight_VH.shape, dtype=torch.float32, device=g_M.device)
         db = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
         for start, stop in _chunks(rows, weight_VH.shape[0]):
-            z = _logits(hidden_UH[start:stop], weight_VH, bias_V, ctx.temperature)
-            logp = z.sub_(lse_U[start:stop, None])
+            logits = _logits(hidden_UH[start:stop], weight_VH, bias_V, ctx.temperature)
+            logp = logits.log_softmax(-1)
             p = logp.exp()
             dz = -total_U[start:stop, None] * p
             if slope_UH is not None:
@@ -533,19 +527,19 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_NH, weight_H, scale_N1 = ctx.saved_tensors
-        dy_NH = grads[0].reshape(x_NH.shape)
-        dx_NH = torch.empty_like(x_NH)
-        trained = ctx.needs_input_grad[1]
-        dw_H = torch.zeros_like(weight_H, dtype=torch.float32) if trained else None
-        parts = (tensor.split(_NORM_ROWS) for tensor in (x_NH, dy_NH, dx_NH, scale_N1))
-        for x_, dy, dx, scale in zip(*parts, strict=True):
-            x, g = x_ * scale, dy.float()
-            if dw_H is not None:
-                dw_H += (g * x).sum(0)
-            g = g * weight_H
-            mean = torch.linalg.vecdot(g, x)[:, None].div_(x.shape[-1])
-            dx.copy_(g.addcmul_(x, mean, value=-1).mul_(scale))
-        return dx_NH.view(grads[0].shape), None if dw_H is None else dw_H.to(weight_H.dtype), None
+        dy_NH, width = grads[0].reshape(x_NH.shape), x_NH.shape[-1]
+        # Torch's kernel for layer norms, told that the mean of x is 0, subtracts mean(g) / rms too.
+        zero_N1, exact_H = torch.zeros_like(scale_N1), weight_H.float()
+        given = (dy_NH, x_NH, [width], zero_N1, scale_N1, exact_H, None, [True, False, False])
+        dx_NH = torch.ops.aten.native_layer_norm_backward(*given)[0]
+        sum_N1 = (dy_NH @ weight_H)[:, None]
+        dx_NH += (sum_N1 * scale_N1).div_(width).to(dx_NH.dtype)
+        dw_H = None
+        if ctx.needs_input_grad[1]:  # that kernel sums in the dtype of x
+            parts = (tensor.split(_NORM_ROWS) for tensor in (x_NH, dy_NH, scale_N1))
+            dw_H = sum((x * scale * dy).sum(0) for x, dy, scale in zip(*parts, strict=True))
+            dw_H = dw_H.to(weight_H.dtype)
+        return dx_NH.view(grads[0].shape), dw_H, None
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
