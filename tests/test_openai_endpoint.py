@@ -38,7 +38,8 @@ def test_calls_of_a_client_are_recorded_and_sampled_as_configured() -> None:
     async def use(model: Any) -> Any:
         async with openai_endpoint(model) as endpoint, client(endpoint) as agent:
             given: Any = {"model": "gpt-9", "temperature": 0, "seed": 7, "store": False}
-            return await agent.chat.completions.create(messages=ask("hi"), **given)
+            ours = {"extra_headers": {"Authorization": "Bearer other"}, "timeout": 1e-9}
+            return await agent.chat.completions.create(messages=ask("hi"), extra_body=ours, **given)
 
     with ScriptedServer(last_text) as server:
         answer, (call,) = record(server, use)
@@ -50,7 +51,7 @@ def test_calls_of_a_client_are_recorded_and_sampled_as_configured() -> None:
     (sent,) = server.requests
     assert sent["temperature"] == 1.0
     assert sent["seed"] != 7
-    assert "store" not in sent
+    assert not {"store", "extra_headers", "timeout"} & sent.keys()
 
 
 def test_an_auxiliary_model_is_asked_as_configured_and_not_recorded() -> None:

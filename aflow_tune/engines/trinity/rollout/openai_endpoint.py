@@ -60,8 +60,10 @@ _OF_OPENAI = {
     *("model", "stream", "stream_options", "store", "metadata", "user", "service_tier"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "moderation"),
     *("safety_identifier", "verbosity", "reasoning_effort", "parallel_tool_calls"),
+    *("extra_headers", "extra_query", "extra_body", "timeout"),
 }
-"""What concerns OpenAI's service, and not the answer of a model of one's own."""
+"""What concerns OpenAI's service, or the client that asks the model, and not the answer of a model
+of one's own."""
 
 
 @dataclass(frozen=True)

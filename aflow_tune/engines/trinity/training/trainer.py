@@ -249,17 +249,18 @@ class LocalTrainActor(PublishingTrainer):
 
 class VerlTrainer(PublishingTrainer):
     """Trinity's trainer on verl. Raises the error of a step, which upstream only logs before it
-    ends as if it had succeeded. Applies `provide_unpadding`, for DPO `keep_pairs`, and for PPO
-    without flash-attn `CriticWorker`."""
+    ends as if it had succeeded. Applies for DPO `keep_pairs`, and without flash-attn
+    `provide_unpadding` and for PPO `CriticWorker`."""
 
     def __init__(self, config: Config) -> None:
-        provide_unpadding()
-        if uses_critic(config) and not removes_padding():
-            from trinity.trainer.verl import trainer as verl_trainer
+        if not removes_padding():  # without flash-attn
+            provide_unpadding()
+            if uses_critic(config):
+                from trinity.trainer.verl import trainer as verl_trainer
 
-            from aflow_tune.engines.trinity.training.critic_worker import CriticWorker
+                from aflow_tune.engines.trinity.training.critic_worker import CriticWorker
 
-            verl_trainer.TrinityCriticWorker = CriticWorker
+                verl_trainer.TrinityCriticWorker = CriticWorker
         super().__init__(config)
         self._error: Exception | None = None
         if config.algorithm.algorithm_type == "dpo" and config.trainer.trainer_type == "verl":
@@ -315,10 +316,8 @@ def verl_logprobs(engine: Any, tokens: list[int], temperature: float) -> list[fl
 
 
 def provide_unpadding() -> None:
-    """Without flash-attn, let verl in this process remove padding, which Trinity always needs, by
-    transformers' plain torch functions. Changes nothing if flash-attn is installed."""
-    if removes_padding():
-        return
+    """Let verl in this process remove padding, which Trinity always needs, by transformers' plain
+    torch functions in the place of flash-attn's."""
     from transformers import modeling_flash_attention_utils as plain
     from verl.utils import attention_utils
 
