@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aflow_tune.engines.local.decoder import GenericDecoder, make_decoder
-from aflow_tune.engines.local.llama import LlamaDecoder
+from aflow_tune.engines.local.llama import Groups, LlamaDecoder, groups_of
 from aflow_tune.engines.local.models import load_model, load_tokenizer
 from aflow_tune.engines.local.sampler import RowRule, Sampler, SamplingParams, draw, invert
 from aflow_tune.engines.local.weights import LoraSpec
@@ -156,6 +156,38 @@ def test_every_architecture_is_sampled_exactly(make_sampler, name) -> None:
         assert worst_difference(model, ids, drawn[0]) < 2e-5
     found = torch.tensor(sampler.token_logprobs(prompts[3]))
     torch.testing.assert_close(found, reference_logprobs(model, prompts[3]), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_begin_alike_are_attended_together_and_exactly(make_sampler, dtype) -> None:
+    """Rows of two long prompts end at different times, and one of a third joins on the way."""
+    prompts = [prompt(200), prompt(200)[:30] + prompt(180), prompt(200)[:150] + prompt(20)]
+    counts = [14, 12, 1]
+    rows = [ids for ids, count in zip(prompts, counts, strict=True) for _ in range(count)]
+    found = groups_of(rows)
+    assert found is not None
+    assert found.columns == 150
+    assert sorted(found.sizes) == [12, 15]
+    assert all(rows[row][:150] == rows[leader][:150] for row, leader in pairs(found))
+    assert groups_of(rows[:3]) is None  # too few to be worth it
+    model = architecture("qwen3").to(dtype)
+    sampler = make_sampler(copy.deepcopy(model), max_batch=26)
+    params = [
+        SamplingParams(max_tokens=4 + 9 * i, n=n, seed=i) for i, n in enumerate(reversed(counts))
+    ]
+    close = 2e-5 if dtype == torch.float32 else 0.3
+    for ids, drawn in zip(prompts[::-1], sampler.generate(prompts[::-1], params), strict=True):
+        assert max(worst_difference(model, ids, it) for it in drawn) < close
+
+
+def pairs(groups: Groups) -> list[tuple[int, int]]:
+    """Each row with the one that its group is read from."""
+    leaders = [
+        leader
+        for leader, size in zip(groups.leaders, groups.sizes, strict=True)
+        for _ in range(size)
+    ]
+    return list(zip(groups.order, leaders, strict=True))
 
 
 def test_a_llama_that_computes_something_else_falls_back(tiny_model_dir: Path) -> None:
