@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, Token
@@ -88,6 +89,8 @@ class RolloutContext:
     rewards: Any = None
     """The run's `sections.RewardsSection`, for the rewards of the package. None: the defaults."""
     kept: dict[str, Any] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
+    """Of calls, which may start in several threads."""
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[RolloutContext]:
@@ -101,7 +104,7 @@ class RolloutContext:
         if pending is not None:
             pending.taken = True
         key = place.block_key if pending is None else pending.key
-        note = CallNote(len(self.calls), place.caller, key)
+        note = CallNote(next(self._numbers), place.caller, key)
         self.calls.append(note)
         scope, task = place.scope, _current_task()
         if scope is None or scope.task is not task:

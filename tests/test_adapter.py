@@ -187,6 +187,24 @@ def test_runs_that_hang_do_not_hold_up_the_others(server: ScriptedServer) -> Non
     assert threading.active_count() <= before
 
 
+def test_a_rollout_whose_agent_answers_the_cancellation_says_where_it_was(
+    server: ScriptedServer,
+) -> None:
+    async def waits_for_its_tool() -> None:
+        await asyncio.sleep(60)
+
+    async def workflow(task: dict, model: TrinityChatModel) -> float:
+        try:
+            await waits_for_its_tool()
+        except asyncio.CancelledError:  # as agents of AgentScope do
+            return 1.0
+        return 0.0
+
+    _, (exp,) = run(server, workflow, repeat_times=1, run_timeout=1.0)
+    assert exp.info[FAILURE_KEY] == "timed_out"
+    assert "in waits_for_its_tool" in exp.info[TRACE_KEY]
+
+
 def test_every_step_carries_reward_caller_and_state_and_the_last_one_metrics(
     server: ScriptedServer,
 ) -> None:

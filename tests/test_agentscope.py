@@ -9,6 +9,7 @@ from typing import Any
 
 import agentscope.agent
 import agentscope.tool
+import anyio
 import pytest
 from agentscope.message import Msg, TextBlock
 from agentscope.model import ChatModelBase, OpenAIChatModel
@@ -225,6 +226,7 @@ def test_agentscope_2_structured_output_and_parameters_of_the_model() -> None:
         asked = [UserMsg(name="user", content=task["question"])]
         found = await model.generate_structured_output(asked, Answer)
         model.parameters.max_tokens = 5
+        model.extra_body = {"min_tokens": 1}
         await model(asked)
         return float(found.content["result"] == task["answer"])
 
@@ -238,8 +240,10 @@ def test_agentscope_2_structured_output_and_parameters_of_the_model() -> None:
     assert first["max_tokens"] == 64
     assert second["max_completion_tokens"] == 5
     assert "max_tokens" not in second
+    assert (first.get("min_tokens"), second["min_tokens"]) == (None, 1)
     client = SimpleNamespace(model_path="m", max_model_len=4096)
     assert TrinityChatModel(client).context_size == 4096  # what its agents compress by
+    assert TrinityChatModel(client, {"max_tokens": 96}).context_size == 4000  # and then answer
 
 
 def test_a_cancelled_call_raises_and_is_no_empty_answer() -> None:
@@ -248,6 +252,9 @@ def test_a_cancelled_call_raises_and_is_no_empty_answer() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await model([{"role": "user", "content": "slow"}])
+        with anyio.move_on_after(0.05) as limit:
+            await model([{"role": "user", "content": "slow"}])
+        assert limit.cancelled_caught
         return 1.0
 
     def answer(request: dict[str, Any]) -> Reply:

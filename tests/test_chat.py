@@ -176,6 +176,7 @@ def test_calls_are_parsed_in_order_and_the_rest_is_content() -> None:
         "<tool_call>{not json}</tool_call>",
         '<tool_call>["meet"]</tool_call>',
         '<tool_call>{"name": "meet", "arguments": 3}</tool_call>',
+        '<tool_call>{"name": "meet", "arguments": {"who": "\\ud83d"}}</tool_call>',
     ],
 )
 def test_what_is_no_valid_call_stays_text(text: str) -> None:

@@ -13,12 +13,16 @@ import httpx
 import openai
 import pytest
 from pydantic import BaseModel
-from scripted_server import Reply, ScriptedModel, ScriptedServer, record
+from scripted_server import CONFIGURED, Reply, ScriptedModel, ScriptedServer, record
 
 from aflow_tune import BadInput, caller, openai_endpoint, state_key, step_reward
 from aflow_tune.engines.trinity.rollout.recording import auxiliary_chat_models
 
 TOOL: dict[str, Any] = {"name": "add", "description": "sums", "parameters": {"type": "object"}}
+
+
+DEEP = b"[" * 700 + b"]" * 700
+LOGPROBS: Any = "message.output_text.logprobs"
 
 
 def client(endpoint: Any, **options: Any) -> openai.AsyncOpenAI:
@@ -160,6 +164,47 @@ def test_structured_output_and_responses() -> None:
     assert [it["role"] for it in sent] == ["system", "user", "assistant", "tool"]
 
 
+def test_items_of_an_answer_may_be_sent_by_reference_and_calls_one_by_one() -> None:
+    """As agents of the Vercel AI SDK send them; ids that are not of the endpoint: below."""
+
+    def answer(request: dict[str, Any]) -> Reply:
+        if len(request["messages"]) > 1:
+            return Reply("done")
+        return Reply("two", tool_calls=[("add", {"a": 1}), ("add", {"a": 2})])
+
+    async def use(model: Any) -> None:
+        async with openai_endpoint(model) as endpoint, client(endpoint) as agent:
+            one: Any = {"tools": [{"type": "function", **TOOL}], "parallel_tool_calls": False}
+            first = await agent.responses.create(model="x", input="sum", **one)
+            text, call = first.output
+            assert first.parallel_tool_calls is False
+            said: Any = [
+                {"role": "user", "content": "sum"},
+                {"type": "item_reference", "id": text.id},
+                {"type": "item_reference", "id": call.id},
+                {"type": "function_call_output", "call_id": call.call_id, "output": "3"},
+            ]
+            allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "none"}]}
+            second = await agent.responses.create(
+                model="x", input=said, tool_choice=allowed, include=[LOGPROBS], **one
+            )
+            assert second.output_text == "done"
+            assert second.output[0].content[0].logprobs
+            most: Any = {"model": "x", "max_completion_tokens": 4096}
+            await agent.chat.completions.create(messages=ask("long"), **most)
+            assert (await agent.models.retrieve("gpt-9")).id == "gpt-9"
+
+    with ScriptedServer(answer) as server:
+        _, calls = record(server, use)
+    _, second, long = server.requests
+    message = second["messages"][1]
+    assert message["content"] == "two"
+    assert [it["function"]["arguments"] for it in message["tool_calls"]] == ['{"a": 1}']
+    assert not second.get("tools")
+    assert long["max_completion_tokens"] == CONFIGURED["max_tokens"]
+    assert len(calls) == 3
+
+
 def test_a_stream_of_the_responses_api() -> None:
     async def use(model: Any) -> tuple[list[Any], Any]:
         async with openai_endpoint(model) as endpoint, client(endpoint) as agent:
@@ -268,6 +313,10 @@ def test_only_the_key_of_an_open_endpoint_opens_it() -> None:
         ("responses", b'{"input": "hi", "tools": [{"type": "web_search"}]}', 400),
         ("responses", b'{"input": [{"type": "item_reference", "id": "a"}]}', 400),
         ("responses", b'{"input": "hi", "tools": ["calc"]}', 400),
+        ("responses", b'{"input": "hi", "tool_choice": {"type": "web_search"}}', 400),
+        ("chat/completions", b'{"messages": [{"role": "user", "content": ' + DEEP + b"}]}", 400),
+        ("step_reward", b'{"reward": 1}', 400),
+        ("models", b"{}", 405),
         ("responses", b'{"input": "hi", "text": "json"}', 400),
         ("responses", b'{"input": "hi", "previous_response_id": "resp_none"}', 404),
         ("embeddings", b"{}", 404),
@@ -312,6 +361,47 @@ def test_what_waits_when_the_block_ends_is_cancelled() -> None:
     with ScriptedServer(lambda request: Reply("late", delay=30)) as server:
         _, calls = record(server, use)
     assert not calls
+
+
+def test_a_request_that_began_before_the_end_of_the_block_is_refused_after_it() -> None:
+    async def use(model: Any) -> bytes:
+        body = json.dumps({"messages": ask("hi")}).encode()
+        async with openai_endpoint(model) as endpoint:
+            url = httpx.URL(endpoint.base_url)
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            head = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: {url.host}\r\n"
+            head += f"Authorization: Bearer {endpoint.api_key}\r\nConnection: close\r\n"
+            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:5])
+            await writer.drain()
+            await asyncio.sleep(0.3)
+        writer.write(body[5:])
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    with ScriptedServer(last_text) as server:
+        answer, calls = record(server, use)
+    assert b" 503 " in answer.splitlines()[0] or b" 401 " in answer.splitlines()[0]
+    assert not calls
+
+
+def test_half_an_emoji_and_odd_options_of_a_stream_are_answered() -> None:
+    def answer(request: dict[str, Any]) -> Reply:
+        return Reply("", tool_calls=[("add", {"a": "\ud83d"})])
+
+    async def use(model: Any) -> list[int]:
+        async with openai_endpoint(model) as endpoint, httpx.AsyncClient() as http:
+            key = {"Authorization": f"Bearer {endpoint.api_key}"}
+            url = f"{endpoint.base_url}/chat/completions"
+            bodies: list[Any] = [{}, {"stream": True, "stream_options": "x"}]
+            asked = {"messages": ask("hi")}
+            got = [await http.post(url, json={**asked, **more}, headers=key) for more in bodies]
+            return [response.status_code for response in got]
+
+    with ScriptedServer(answer) as server:
+        statuses, calls = record(server, use)
+    assert statuses == [200, 200]
+    assert len(calls) == 2
 
 
 def test_other_models_and_samplings_are_refused() -> None:

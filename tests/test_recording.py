@@ -177,7 +177,15 @@ def test_the_state_is_task_caller_and_normalised_input() -> None:
     assert state == state_hash("1/0", "solve", messages(" a question", "call_2", "1"))
     others = [("1/1", "solve", asked), ("1/0", "check", asked), ("1/0", "solve", asked[:2])]
     others.append(("1/0", "solve", messages("A question", "call_1", "1")))
-    told = [f"<current-time>2026-07-0{day}T12:00:00</current-time> now" for day in (1, 2)]
-    assert state_hash("1/0", "solve", told[0]) == state_hash("1/0", "solve", told[1])
-    others.append(("1/0", "solve", told[0]))
+    for told in (
+        "<current-time>2026-07-0{}T12:00:00</current-time> now",
+        "The current time is 2026-11-28T01:16:1{} (UTC).",
+        "**Created At**: 2026-11-28 01:16:25.98{}",
+        "- Finished At: 2026-11-28 01:16:25.98{}",
+        'File "/tmp/tmpx77yeqq{0}/tmp_PPcK9t{0}.py", line 1',
+        "offloaded to /work/sessions/0123456789abcdef0123456789abcde{}/result.txt",
+    ):
+        first, again = told.format(1), told.format(2)
+        assert state_hash("1/0", "solve", first) == state_hash("1/0", "solve", again), told
+        others.append(("1/0", "solve", first))
     assert state not in {state_hash(*other) for other in others}

@@ -7,7 +7,6 @@ the client does with a call, such as recording it, is not known here.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
@@ -37,7 +36,7 @@ if hasattr(agentscope.model, "TrinityChatModel"):
 else:
     from agentscope.credential import OpenAICredential
     from agentscope.formatter import OpenAIChatFormatter
-    from agentscope.model import ChatModelBase, FinishedReason, OpenAIChatModel
+    from agentscope.model import ChatModelBase, OpenAIChatModel
 
     class _Formatter(OpenAIChatFormatter):
         """Also takes messages in OpenAI's form, which stay as they are."""
@@ -52,6 +51,9 @@ else:
         and a call may have messages in OpenAI's form; `parameters` win over `generate_kwargs`."""
 
         def __init__(self, client: Any, generate_kwargs: Mapping[str, Any] | None = None) -> None:
+            self.generate_kwargs = dict(generate_kwargs or {})
+            longest = getattr(client, "max_model_len", None) or 128_000
+            answer = self.generate_kwargs.get("max_tokens") or 0
             # Not OpenAIChatModel's, which opens a connection pool.
             ChatModelBase.__init__(
                 self,
@@ -60,18 +62,17 @@ else:
                 self.Parameters(),
                 stream=False,
                 max_retries=0,  # the client's
-                context_size=getattr(client, "max_model_len", None) or 128_000,
+                context_size=longest - answer if longest > answer else longest,
             )
             self.formatter, self.client = _Formatter(), client
             self.client_kwargs: dict[str, Any] = {}
             self.extra_body = None
-            self.generate_kwargs = dict(generate_kwargs or {})
 
-        async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            response = await super().__call__(*args, **kwargs)
-            if response.finished_reason == FinishedReason.INTERRUPTED:
-                raise asyncio.CancelledError  # AgentScope's agents take it like this answer
-            return response
+        async def __call__(
+            self, messages: Any, tools: Any = None, tool_choice: Any = None, **own: Any
+        ) -> Any:
+            # Not ChatModelBase's, which repeats calls and swallows their cancellation.
+            return await self._call_api(self.model, messages, tools, tool_choice, **own)
 
         async def _call_api(
             self,
@@ -87,6 +88,9 @@ else:
                 if getattr(self.parameters, name, None) is None
             }
             given = {**configured, **own}
+            bodies = (it.get("extra_body") for it in (self.generate_kwargs, vars(self), own))
+            if body := {name: value for it in bodies if it for name, value in it.items()}:
+                given["extra_body"] = body
             return await super()._call_api(model_name, messages, tools, tool_choice, **given)
 
     chat_model = TrinityChatModel

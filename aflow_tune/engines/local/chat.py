@@ -211,7 +211,8 @@ def parse_calls(
     for position, match in enumerate(TAGGED_CALL.finditer(text)):
         try:
             call = json.loads(match[1])
-        except json.JSONDecodeError:
+            json.dumps(call, ensure_ascii=False).encode()  # half an emoji is no text
+        except (ValueError, RecursionError):
             return text, []
         arguments = call.get("arguments", {}) if isinstance(call, dict) else None
         if not isinstance(arguments, dict) or call.get("name") not in names:

@@ -334,8 +334,12 @@ class SamplerServer:
             try:
                 return await self._chat(request)
             except (BadInput, ValidationError, json.JSONDecodeError, UnicodeDecodeError) as error:
-                long = "max_model_len" in str(error)
-                return error_response(400, str(error), "context_length_exceeded" if long else None)
+                told, code = str(error), None
+                if "max_model_len" in told:  # in the words by which agents know it
+                    most = self.sampler.max_model_len
+                    told = f"This model's maximum context length is {most} tokens. {told}"
+                    code = "context_length_exceeded"
+                return error_response(400, told, code)
             except Exception as error:
                 log.exception("a chat completion failed")
                 return error_response(500, str(error))

@@ -456,8 +456,10 @@ class RolloutThread(Generic[T]):
 
     async def _cancel(self, seconds: float) -> Failed:
         answered: asyncio.Future[None] = self._runner_loop.create_future()
+        where: list[traceback.FrameSummary] = []
 
         def cancel() -> None:
+            where.extend(_waiting(self._task))
             _call(self._runner_loop, answered.cancel)
             self._task.cancel()
 
@@ -467,7 +469,8 @@ class RolloutThread(Generic[T]):
         if answered.done() or self._done.done():
             await asyncio.wait([self._done], timeout=GRACE_SECONDS)
             error = self._done.exception() if self._done.done() else None
-            stack = traceback.extract_tb(error.__traceback__ if error else None)
+            # Without an error something answered the cancellation, as AgentScope's agents do.
+            stack = traceback.extract_tb(error.__traceback__) if error else where
             kind, detail = Failure.TIMED_OUT, f"not finished after {seconds:g} s"
         else:
             # Keep no frame: it would keep every local variable of the rollout alive.
@@ -521,6 +524,16 @@ class RolloutThread(Generic[T]):
             if thread.is_alive():
                 number, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
+
+
+def _waiting(task: asyncio.Task[Any]) -> list[traceback.FrameSummary]:
+    """Where a suspended task stands: its coroutine, what that awaits, and so on."""
+    coroutine: Any = task.get_coro()
+    frames: list[traceback.FrameSummary] = []
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        frames += traceback.extract_stack(frame, limit=1)
+        coroutine = coroutine.cr_await
+    return frames
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> None:

@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import httpx
 import ray
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
 
 from aflow_tune.cluster.ray_for_run import spans_nodes
 from aflow_tune.context import caller, open_scope, state_key, step_reward
@@ -45,6 +46,7 @@ from aflow_tune.engines.local.server import (
     unless_disconnected,
 )
 from aflow_tune.engines.trinity.rollout import responses_api
+from aflow_tune.engines.trinity.rollout.recording import RolloutOver
 from aflow_tune.errors import AflowTuneError, BadInput, BudgetReached
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ log = logging.getLogger(__name__)
 Sampling = Literal["configured", "client"]
 MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_KEPT = 256
-"""Responses of an endpoint that a client can continue by `previous_response_id`."""
+"""Responses, and items of them, of an endpoint that a client can refer to by their ids."""
 _OF_OPENAI = {
     *("model", "stream", "stream_options", "store", "metadata", "user", "service_tier"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "moderation"),
@@ -76,7 +78,8 @@ class Endpoint:
     @property
     def env(self) -> dict[str, str]:
         """For a process to be started: the variables that OpenAI's clients read."""
-        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+        urls = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), self.base_url)
+        return {**urls, "OPENAI_API_KEY": self.api_key}
 
 
 @asynccontextmanager
@@ -133,30 +136,38 @@ class _Entry:
         self.context, self._create = context, client.chat.completions.create
         self._configured = {**model.generate_kwargs, "model": client.model_path}
         self._left_out = _OF_OPENAI | set(client.sampling_names if sampling == "configured" else ())
+        # The configured limit is the most that a client may ask for: a longer answer has no room.
+        self._most = model.generate_kwargs.get("max_tokens") if sampling == "configured" else None
         self.tasks: set[asyncio.Task[Any]] = set()
+        self.closed = False
         self.kept: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
         """Messages up to each response, for the client to continue."""
+        self.items: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        """Items of responses, which a client may send by reference."""
 
     async def run(self, request: Request, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """`work()` in the endpoint's context with what the request's headers add. None: the client
-        hung up. Raises _Refused: the rollout ended."""
+        hung up. Raises RolloutOver: the endpoint's block ended."""
         context = contextvars.copy_context() if self.context is None else self.context.copy()
         for header, block in (("x-aflow-caller", caller), ("x-aflow-state-key", state_key)):
             if name := request.headers.get(header):
                 context.run(block(name).__enter__)
         task = asyncio.get_running_loop().create_task(work(), context=context)
         self.tasks.add(task)
+        if self.closed:  # since the key was read
+            task.cancel()
         try:
             return await unless_disconnected(request, task)
         except asyncio.CancelledError:
             if not task.cancelled():
                 raise
-            raise _Refused(503, "this rollout is over; its model takes no more calls") from None
+            raise RolloutOver() from None
         finally:
             self.tasks.discard(task)
 
     def cancel(self) -> None:
         """End what clients still wait for, in the server's loop."""
+        self.closed = True
         for task in list(self.tasks):
             task.get_loop().call_soon_threadsafe(task.cancel)
 
@@ -166,6 +177,9 @@ class _Entry:
         given["messages"] = [_message(it) for it in _listed(body, "messages")]
         more = {name: given.pop(name) for name in list(given) if name not in _parameters()}
         given["extra_body"] = {**(self._configured.get("extra_body") or {}), **more} or None
+        for name in ("max_tokens", "max_completion_tokens"):
+            if self._most is not None and isinstance(given.get(name), int):
+                given[name] = min(given[name], self._most)
         answered = await self._create(**{**self._configured, **given})
         response: dict[str, Any] = answered.model_dump()
         for private in ("prompt_token_ids", "prompt_logprobs", "kv_transfer_params"):
@@ -174,6 +188,8 @@ class _Entry:
             choice.pop("token_ids", None)
             if not body.get("logprobs"):
                 choice["logprobs"] = None
+            if body.get("parallel_tool_calls") is False and choice["message"].get("tool_calls"):
+                del choice["message"]["tool_calls"][1:]
         return response
 
     async def respond(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,14 +199,26 @@ class _Entry:
             if previous not in self.kept:
                 raise _Refused(404, f"no response {previous!r} of this endpoint")
             before = self.kept[previous]
+        if isinstance(body.get("input"), list):
+            body = {**body, "input": [self._referred(item) for item in body["input"]]}
         asked = responses_api.as_chat(body, before)
         answered = await self.ask(asked)
         response = responses_api.as_response(body, answered)
         told = asked["messages"][bool(body.get("instructions")) :]  # those are of one request
-        self.kept[response["id"]] = [*told, answered["choices"][0]["message"]]
-        if len(self.kept) > MAX_KEPT:
-            self.kept.popitem(last=False)
+        message = answered["choices"][0]["message"]
+        said = {name: value for name, value in message.items() if value is not None}
+        self.kept[response["id"]] = [*told, said]
+        self.items.update((item["id"], item) for item in response["output"])
+        for store in (self.kept, self.items):
+            while len(store) > MAX_KEPT:
+                store.popitem(last=False)
         return response
+
+    def _referred(self, item: Any) -> Any:
+        """The item that `item` refers to, if it was this endpoint's; else `item` itself."""
+        if isinstance(item, Mapping) and item.get("type") == "item_reference":
+            return self.items.get(str(item.get("id")), item)
+        return item
 
 
 def _message(message: Any) -> dict[str, Any]:
@@ -236,16 +264,22 @@ def _app(entry_of: Callable[[str, str], _Entry | None]) -> FastAPI:
             try:
                 body = await _body(request)
                 done = await entry.run(request, functools.partial(answer, entry, body))
+                if done is None:
+                    return Response(status_code=CLIENT_CLOSED)
+                if events is not None and body.get("stream"):
+                    sent = "".join(_sent(events(body, done)))
+                    return Response(sent, media_type="text/event-stream")
+                return Response(json.dumps(done), media_type="application/json")
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_CLOSED)
             except Exception as error:
                 return _error(*_told(error))
-            if done is None:
-                return Response(status_code=CLIENT_CLOSED)
-            if body.get("stream"):
-                return StreamingResponse(_sent(events(body, done)), media_type="text/event-stream")
-            return JSONResponse(done)
 
     async def reward(entry: _Entry, body: dict[str, Any]) -> dict[str, Any]:
-        step_reward(body.get("reward"))  # type: ignore[arg-type]
+        try:
+            step_reward(body.get("reward"))  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise _Refused(400, str(error)) from error
         return {"ok": True}
 
     route("chat/completions", _Entry.ask, _chunks)
@@ -253,16 +287,19 @@ def _app(entry_of: Callable[[str, str], _Entry | None]) -> FastAPI:
     route("step_reward", reward, None)
 
     @app.exception_handler(404)
-    async def unknown(request: Request, error: Exception) -> Response:
+    @app.exception_handler(405)
+    async def unknown(request: Request, error: Any) -> Response:
         told = "chat/completions, responses, step_reward (POST) and models (GET)"
-        return _error(404, f"this endpoint has {told}, not {request.url.path.partition('/v1/')[2]}")
+        asked = f"{request.method} {request.url.path.partition('/v1/')[2]}"
+        return _error(error.status_code, f"this endpoint has {told}, not {asked}")
 
     @app.get("/{place}/v1/models")
-    async def models(place: str, request: Request) -> Response:
+    @app.get("/{place}/v1/models/{name:path}")
+    async def models(place: str, request: Request, name: str | None = None) -> Response:
         if entry_of(place, _key(request)) is None:
             return _error(401, "no endpoint that is open, or not its key")
-        entry = {"id": "policy", "object": "model", "created": 0, "owned_by": "aflow-tune"}
-        return JSONResponse({"object": "list", "data": [entry]})
+        entry = {"id": name or "policy", "object": "model", "created": 0, "owned_by": "aflow-tune"}
+        return JSONResponse(entry if name else {"object": "list", "data": [entry]})
 
     return app
 
@@ -284,26 +321,28 @@ async def _body(request: Request) -> dict[str, Any]:
     return body
 
 
-def _told(error: Exception) -> tuple[int, str]:
-    """Status and message of an error; the one of the server behind is passed on."""
+def _told(error: Exception) -> tuple[int, str, str | None]:
+    """Status, message and code of an error; those of the server behind are passed on."""
     import openai
 
     if isinstance(error, _Refused):
-        return error.status, str(error)
+        return error.status, str(error), None
     if isinstance(error, openai.APIStatusError):
         body = error.body if isinstance(error.body, dict) else {}
-        return error.status_code, str(body.get("message") or error.message)
+        return error.status_code, str(body.get("message") or error.message), body.get("code")
     if isinstance(error, BudgetReached):
-        return 429, str(error)
-    if isinstance(error, (AflowTuneError, ValueError, TypeError)):
-        return 400, str(error)
+        return 429, str(error), None
+    if isinstance(error, RolloutOver):
+        return 503, str(error), None
+    if isinstance(error, (AflowTuneError, ValueError, TypeError, RecursionError)):
+        return 400, str(error), None
     log.warning("a call to an endpoint failed: %s", type(error).__name__, exc_info=error)
-    return 500, f"{type(error).__name__}: {error}"
+    return 500, f"{type(error).__name__}: {error}", None
 
 
-def _error(status: int, message: str) -> Response:
+def _error(status: int, message: str, code: str | None = None) -> Response:
     # Repeated, it would be another call of the rollout; the server behind was asked again already.
-    return error_response(status, message, headers={"x-should-retry": "false"})
+    return error_response(status, message, code, headers={"x-should-retry": "false"})
 
 
 def _sent(events: Iterable[dict[str, Any] | str]) -> Iterator[str]:
@@ -329,7 +368,8 @@ def _chunks(body: Mapping[str, Any], done: Mapping[str, Any]) -> Iterator[dict[s
         last = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
         yield {**head, "choices": [first]}
         yield {**head, "choices": [last]}
-    if (body.get("stream_options") or {}).get("include_usage"):
+    options = body.get("stream_options")
+    if isinstance(options, Mapping) and options.get("include_usage"):
         yield {**head, "choices": [], "usage": done["usage"]}
     yield "[DONE]"
 

@@ -16,11 +16,12 @@ import asyncio
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import re
 import unicodedata
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -43,8 +44,13 @@ _DISTRIBUTION_KEYS += ["repetition_penalty", "logit_bias"]
 _NO_EFFECT = {"top_k": (0, -1), "top_p": (1, 1.0), "repetition_penalty": (1, 1.0)}
 """Values, besides None, zero and empty ones, that switch such an argument off."""
 _RANDOM_IDS = ("id", "tool_call_id")  # random keys of messages, not part of the state
-_CLOCK = re.compile(r"<current-time>.*?</current-time>")
-"""The time that an agent of AgentScope 2 is told, not part of the state either."""
+_VARYING = re.compile(
+    r"<current-time>.*?</current-time>|(?<=The current time is )\S+(?= \()"  # AgentScope 2
+    r"|(?<=ed At: )\d[\d:. -]*\d|(?<=ed At\*\*: )\d[\d:. -]*\d"  # plans of AgentScope 1
+    r"|/\S*/tmp\w+/tmp_\w+(?=\.py)"  # its programs
+    r"|(?<=/sessions/)[0-9a-f]{32}(?=/)"  # workspaces of AgentScope 2
+)
+"""Times and random names that AgentScope's own parts write, not part of the state either."""
 
 
 @dataclass
@@ -61,6 +67,13 @@ class RecordedCall:
     experiences: list[Experience] = field(default_factory=list)
     tools: list[dict[str, str]] = field(default_factory=list)
     counted: bool = True
+
+
+class RolloutOver(RuntimeError):
+    """A call to the model of a rollout that has ended."""
+
+    def __init__(self) -> None:
+        super().__init__("this rollout is over; its model takes no more calls")
 
 
 @dataclass(eq=False)
@@ -88,7 +101,7 @@ class RolloutRecorder:
         self.loop = asyncio.get_running_loop()
         self._wrapper, self._client = source.wrapper, source.client
         self._context, self._task_id, self._seed = context, task_id, seed
-        self._asked: Counter[str] = Counter()
+        self._asked: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self._generate_kwargs = dict(generate_kwargs)
         self._calls: list[RecordedCall] = []
         self._in_flight: set[asyncio.Task[Any]] = set()
@@ -125,10 +138,9 @@ class RolloutRecorder:
         messages = list(kwargs["messages"])
         if self._seed is not None and "seed" not in kwargs:
             # By content, not by order: concurrent callers may overtake each other.
-            shown = json.dumps(messages, sort_keys=True, default=str)
+            shown = json.dumps(_normalised(messages), sort_keys=True, default=str)
             asked = f"{self._seed}|{note.caller}|{shown}"
-            numbered = f"{asked}|{self._asked[asked]}"
-            self._asked[asked] += 1
+            numbered = f"{asked}|{next(self._asked[asked])}"
             digest = hashlib.sha256(numbered.encode(errors="replace")).digest()
             kwargs["seed"] = int.from_bytes(digest[:4], "big") >> 1
         state = (note.caller, messages) if note.state_key is None else ("", note.state_key)
@@ -153,7 +165,7 @@ class RolloutRecorder:
     async def _ask(self, call: RecordedCall, kwargs: dict[str, Any]) -> Any:
         # In the runner's loop.
         if self._closed:
-            raise RuntimeError("this rollout is over; its model takes no more calls")
+            raise RolloutOver()
         task = asyncio.current_task()
         assert task is not None
         self._in_flight.add(task)
@@ -271,7 +283,7 @@ def transcript_entry(call: RecordedCall) -> dict[str, Any]:
 
 def state_hash(task_id: str, caller: str, state: Any) -> str:
     """GiGPO's anchor state: a hash of task, caller and state, ignoring white space, the random ids
-    of tool calls and the time that AgentScope 2's agents are told."""
+    of tool calls and the times and random names that AgentScope writes."""
     text = json.dumps([task_id, caller, _normalised(state)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -343,7 +355,7 @@ def _sampling(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _normalised(value: Any) -> Any:
     if isinstance(value, str):
-        return " ".join(unicodedata.normalize("NFKC", _CLOCK.sub("", value)).split())
+        return " ".join(unicodedata.normalize("NFKC", _VARYING.sub("", value)).split())
     if isinstance(value, Mapping):
         return {key: _normalised(item) for key, item in value.items() if key not in _RANDOM_IDS}
     if isinstance(value, list | tuple):

@@ -32,13 +32,22 @@ def as_chat(body: Mapping[str, Any], before: Sequence[Mapping[str, Any]] = ()) -
     if tools := body.get("tools"):
         chat["tools"] = [_tool(tool) for tool in tools]
     choice = body.get("tool_choice")
-    if isinstance(choice, Mapping):
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        allowed = [tool.get("name") for tool in choice.get("tools") or ()]
+        chat["tools"] = [it for it in chat.get("tools", ()) if it["function"]["name"] in allowed]
+        choice = choice.get("mode", "auto")
+    elif isinstance(choice, Mapping):
+        if choice.get("type", "function") != "function":
+            raise ValueError(f"tool_choice: the type {choice['type']!r} is not supported")
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     limit, form = body.get("max_output_tokens"), _object(_object(body, "text"), "format")
     if form.get("type") == "json_schema":
         schema = {key: form[key] for key in ("name", "schema", "strict") if key in form}
         form = {"type": "json_schema", "json_schema": schema}
     more = {"tool_choice": choice, "max_tokens": limit, "response_format": form or None}
+    more["parallel_tool_calls"] = body.get("parallel_tool_calls")
+    if body.get("top_logprobs") or "message.output_text.logprobs" in (body.get("include") or ()):
+        more["logprobs"] = True
     return chat | {name: value for name, value in more.items() if value is not None}
 
 
@@ -65,7 +74,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
         raise ValueError("input: a text, or a list of items that is not empty")
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(given):
-        kind = item.get("type", "message") if isinstance(item, Mapping) else None
+        kind = item.get("type") or "message" if isinstance(item, Mapping) else None
         if kind == "message":
             messages.append(
                 {"role": item.get("role"), "content": _text(item.get("content"), number)}
@@ -124,7 +133,7 @@ def as_response(body: Mapping[str, Any], answered: Mapping[str, Any]) -> dict[st
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "model": answered["model"],
         "output": output,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         **{name: body.get(name) for name in _ECHOED},
