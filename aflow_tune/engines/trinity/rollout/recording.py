@@ -138,7 +138,7 @@ class RolloutRecorder:
         messages = list(kwargs["messages"])
         if self._seed is not None and "seed" not in kwargs:
             # By content, not by order: concurrent callers may overtake each other.
-            shown = json.dumps(_normalised(messages), sort_keys=True, default=str)
+            shown = json.dumps(_lasting(messages), sort_keys=True, default=str)
             asked = f"{self._seed}|{note.caller}|{shown}"
             numbered = f"{asked}|{next(self._asked[asked])}"
             digest = hashlib.sha256(numbered.encode(errors="replace")).digest()
@@ -284,7 +284,7 @@ def transcript_entry(call: RecordedCall) -> dict[str, Any]:
 def state_hash(task_id: str, caller: str, state: Any) -> str:
     """GiGPO's anchor state: a hash of task, caller and state, ignoring white space, the random ids
     of tool calls and the times and random names that AgentScope writes."""
-    text = json.dumps([task_id, caller, _normalised(state)], sort_keys=True, default=str)
+    text = json.dumps([task_id, caller, _lasting(state, _plain)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -353,11 +353,17 @@ def _sampling(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {**changed, "temperature": 1.0 if temperature is None else float(temperature)}
 
 
-def _normalised(value: Any) -> Any:
+def _lasting(value: Any, text: Callable[[str], str] = str) -> Any:
+    """`value` without random ids, times and names; `text` is applied to what is left of texts."""
     if isinstance(value, str):
-        return " ".join(unicodedata.normalize("NFKC", _VARYING.sub("", value)).split())
+        return text(_VARYING.sub("", value))
     if isinstance(value, Mapping):
-        return {key: _normalised(item) for key, item in value.items() if key not in _RANDOM_IDS}
+        kept = {key: item for key, item in value.items() if key not in _RANDOM_IDS}
+        return {key: _lasting(item, text) for key, item in kept.items()}
     if isinstance(value, list | tuple):
-        return [_normalised(item) for item in value]
+        return [_lasting(item, text) for item in value]
     return value
+
+
+def _plain(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).split())
