@@ -88,8 +88,9 @@ else:
                 if getattr(self.parameters, name, None) is None
             }
             given = {**configured, **own}
-            bodies = (it.get("extra_body") for it in (self.generate_kwargs, vars(self), own))
-            if body := {name: value for it in bodies if it for name, value in it.items()}:
+            configured_body, own_body = (it.get("extra_body") for it in (self.generate_kwargs, own))
+            body = {**(configured_body or {}), **(self.extra_body or {}), **(own_body or {})}
+            if body:
                 given["extra_body"] = body
             return await super()._call_api(model_name, messages, tools, tool_choice, **given)
 

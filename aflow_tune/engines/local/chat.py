@@ -211,14 +211,14 @@ def parse_calls(
     for position, match in enumerate(TAGGED_CALL.finditer(text)):
         try:
             call = json.loads(match[1])
-            json.dumps(call, ensure_ascii=False).encode()  # half an emoji is no text
+            arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+            written = json.dumps(arguments, ensure_ascii=False)
+            written.encode()  # half an emoji is no text
         except (ValueError, RecursionError):
             return text, []
-        arguments = call.get("arguments", {}) if isinstance(call, dict) else None
         if not isinstance(arguments, dict) or call.get("name") not in names:
             return text, []
         digest = hashlib.sha256(f"{salt}/{position}/{match[1]}".encode()).hexdigest()
-        written = json.dumps(arguments, ensure_ascii=False)
         function = {"name": call["name"], "arguments": written}
         calls.append({"id": f"call_{digest[:24]}", "type": "function", "function": function})
     return (TAGGED_CALL.sub("", text).strip() or None, calls) if calls else (text, [])

@@ -348,6 +348,7 @@ class LlamaDecoder:
         self.store = PrefixStore(_STORED_TOKENS)
         self.tokens: list[list[int]] = []
         self._groups: Groups | None = None
+        self._regroup = True  # rows joined or left: the others only grow, and keep what they share
         self._turns_PD = torch.empty(0, self.head_dim // 2, dtype=torch.complex64)
         self.weights = Weights(model)
         self._pack()
@@ -436,11 +437,14 @@ class LlamaDecoder:
         self.shared_tokens += prefill.shared_tokens
         cache.lengths += [len(array) for array in arrays]
         self.tokens += [array.tolist() for array in arrays]
-        self._group()
+        self._regroup = True
         return logits_NV
 
     def step(self, tokens_B: Tensor) -> Tensor:
         cache, rows = self.cache, self.cache.rows
+        if self._regroup:
+            self._groups = groups_of(self.tokens) if self.device.type == "cpu" else None
+            self._regroup = False
         positions_B = torch.tensor(cache.lengths, device=self.device)
         for row, token in enumerate(tokens_B.tolist()):
             self.tokens[row].append(token)
@@ -457,12 +461,8 @@ class LlamaDecoder:
             self.store.add(np.asarray(self.tokens[row], dtype=np.int64), self.cache.row(row))
         order = self.cache.drop(rows)
         self.tokens = [self.tokens[row] for row in order]
-        self._group()
+        self._regroup = True
         return order
-
-    def _group(self) -> None:
-        # Rows that joined or left: the others only grow, and keep what they share.
-        self._groups = groups_of(self.tokens) if self.device.type == "cpu" else None
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int], temperature: float, first: int = 1) -> list[float]:
@@ -480,7 +480,7 @@ class LlamaDecoder:
         self.cache.clear()
         self.store.entries.clear()
         self.tokens = []
-        self._groups = None
+        self._regroup = True
 
     def _extend(
         self, cache: KVCache, first_row: int, spans: list[Span], *, last_only: bool

@@ -273,7 +273,7 @@ def _app(entry_of: Callable[[str, str], _Entry | None]) -> FastAPI:
             except ClientDisconnect:
                 return Response(status_code=CLIENT_CLOSED)
             except Exception as error:
-                return _error(*_told(error))
+                return _failed(error)
 
     async def reward(entry: _Entry, body: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -321,23 +321,24 @@ async def _body(request: Request) -> dict[str, Any]:
     return body
 
 
-def _told(error: Exception) -> tuple[int, str, str | None]:
-    """Status, message and code of an error; those of the server behind are passed on."""
+def _failed(error: Exception) -> Response:
+    """The answer to a request that raised; what the server behind said is passed on."""
     import openai
 
     if isinstance(error, _Refused):
-        return error.status, str(error), None
+        return _error(error.status, str(error))
     if isinstance(error, openai.APIStatusError):
         body = error.body if isinstance(error.body, dict) else {}
-        return error.status_code, str(body.get("message") or error.message), body.get("code")
+        told = str(body.get("message") or error.message)
+        return _error(error.status_code, told, body.get("code"))
     if isinstance(error, BudgetReached):
-        return 429, str(error), None
+        return _error(429, str(error))
     if isinstance(error, RolloutOver):
-        return 503, str(error), None
+        return _error(503, str(error))
     if isinstance(error, (AflowTuneError, ValueError, TypeError, RecursionError)):
-        return 400, str(error), None
+        return _error(400, str(error))
     log.warning("a call to an endpoint failed: %s", type(error).__name__, exc_info=error)
-    return 500, f"{type(error).__name__}: {error}", None
+    return _error(500, f"{type(error).__name__}: {error}")
 
 
 def _error(status: int, message: str, code: str | None = None) -> Response:

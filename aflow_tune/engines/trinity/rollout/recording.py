@@ -358,8 +358,7 @@ def _lasting(value: Any, text: Callable[[str], str] = str) -> Any:
     if isinstance(value, str):
         return text(_VARYING.sub("", value))
     if isinstance(value, Mapping):
-        kept = {key: item for key, item in value.items() if key not in _RANDOM_IDS}
-        return {key: _lasting(item, text) for key, item in kept.items()}
+        return {key: _lasting(it, text) for key, it in value.items() if key not in _RANDOM_IDS}
     if isinstance(value, list | tuple):
         return [_lasting(item, text) for item in value]
     return value

@@ -33,8 +33,10 @@ def as_chat(body: Mapping[str, Any], before: Sequence[Mapping[str, Any]] = ()) -
         chat["tools"] = [_tool(tool) for tool in tools]
     choice = body.get("tool_choice")
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        allowed = [tool.get("name") for tool in choice.get("tools") or ()]
-        chat["tools"] = [it for it in chat.get("tools", ()) if it["function"]["name"] in allowed]
+        named = [
+            tool.get("name") for tool in choice.get("tools") or () if isinstance(tool, Mapping)
+        ]
+        chat["tools"] = [it for it in chat.get("tools", ()) if it["function"].get("name") in named]
         choice = choice.get("mode", "auto")
     elif isinstance(choice, Mapping):
         if choice.get("type", "function") != "function":
