@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import random
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 from three_terms_data import write_rows
@@ -54,7 +55,8 @@ Row = dict[str, object]
 
 
 def two_questions() -> dict[str, list[Row]]:
-    """The rows of 'train' and 'held_out', each shuffled once with a fixed seed.
+    """The rows of 'train' and 'held_out', each shuffled with a fixed seed; in 'train' the kinds
+    then take turns, so that every step of six tasks learns from all of them.
 
     A row has `question` ('What is 61 - 5 and what is the capital of Peru?'), `answer`
     ('56 Lima'), `problem_type` and `kind`.
@@ -73,6 +75,8 @@ def two_questions() -> dict[str, list[Row]]:
             row for kind in _KINDS for row in _of_kind(kind, own, ROWS[name], asked, draw)
         ]
         draw.shuffle(rows[name])
+    of_kind = [[row for row in rows["train"] if row["kind"] == kind] for kind in _KINDS]
+    rows["train"] = [row for turn in zip_longest(*of_kind) for row in turn if row]
     return rows
 
 

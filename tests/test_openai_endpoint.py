@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import httpx
@@ -255,6 +256,26 @@ def test_callers_states_and_rewards_from_outside() -> None:
         ("plan/critic", "the door", 0.5),
         ("act", "the hall", 0.25),
     ]
+
+
+def test_the_client_of_this_process_keeps_its_time_limit() -> None:
+    over = threading.Event()
+
+    def answer(request: dict[str, Any]) -> Reply:
+        over.wait()
+        return Reply("late")
+
+    async def use(model: Any) -> None:
+        agent = model.openai_client(timeout=0.1, max_retries=0)
+        try:
+            with pytest.raises(openai.APITimeoutError):
+                await agent.chat.completions.create(model="x", messages=ask("hi"))
+        finally:
+            over.set()
+
+    with ScriptedServer(answer) as server:
+        _, calls = record(server, use)
+    assert not [call for call in calls if call.experiences]
 
 
 PROGRAM = """

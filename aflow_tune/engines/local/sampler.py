@@ -20,11 +20,10 @@ import math
 import secrets
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
@@ -46,6 +45,7 @@ T = TypeVar("T")
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """llguidance options that fix the white space: a model could otherwise emit blanks endlessly."""
 _BLOCK = 256
+_ANSWERS = 1024  # greedy requests whose answers are kept
 
 
 @dataclass(frozen=True)
@@ -256,6 +256,19 @@ class Request:
     params: SamplingParams
     future: Future[list[Completion]]
     drafts: list[Draft] = field(default_factory=list)
+    twins: list[Request] = field(default_factory=list)
+    """Equal greedy requests that came later and get the same answer."""
+    answer: list[Completion] | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        return all(it.future.cancelled() for it in (self, *self.twins))
+
+    def finish(self) -> None:
+        """Answer this request and its twins, once all of its sequences have ended."""
+        self.answer = [draft.completion() for draft in self.drafts]
+        for it in (self, *self.twins):
+            _settle(it.future, lambda: self.answer)
 
 
 class Draft:
@@ -359,6 +372,8 @@ class Sampler:
         self._queue: deque[Request | _Job] = deque()
         self._waiting: deque[Draft] = deque()
         self._active: list[Draft] = []
+        self._greedy: OrderedDict[tuple[tuple[int, ...], str], Request] = OrderedDict()
+        """Greedy requests of these weights, running or answered, the latest last."""
         self._logits_BV: Tensor | None = None
         self._wake = threading.Condition()
         self._closing = False
@@ -399,6 +414,7 @@ class Sampler:
         BadInput: as `Weights.load`; RunFailed as `generate`."""
 
         def load() -> None:
+            self._greedy.clear()
             self.decoder.load(state, self.lora)
             self.version = version
 
@@ -464,7 +480,7 @@ class Sampler:
             start = time.perf_counter()
             try:
                 # Admit waiting work, then decode one token for every active sequence.
-                gone = {i for i, d in enumerate(self._active) if d.request.future.cancelled()}
+                gone = {i for i, d in enumerate(self._active) if d.request.cancelled}
                 self._remove(gone)
                 self._admit()
                 if self._active:
@@ -497,7 +513,7 @@ class Sampler:
         while True:
             while self._waiting:
                 draft = self._waiting.popleft()
-                if not draft.request.future.cancelled():
+                if not draft.request.cancelled:
                     return draft
             with self._wake:
                 if not self._queue:
@@ -508,10 +524,29 @@ class Sampler:
                 self._queue.popleft()
             if isinstance(head, _Job):
                 _settle(head.future, head.work)
-            else:
+            elif not self._known(head):
                 if self.deterministic:
                     self.decoder.reset()
                 self._waiting.extend(head.drafts)
+
+    def _known(self, request: Request) -> bool:
+        """Whether an equal greedy request has answered this one, or will. A group of rollouts asks
+        its frozen models the same thing again and again."""
+        if request.params.temperature:
+            return False
+        key = (tuple(request.prompt), repr(replace(request.params, seed=None)))
+        first = self._greedy.get(key)
+        if first is not None and first.answer is not None:
+            answer = first.answer
+            _settle(request.future, lambda: answer)
+            return True
+        if first is not None and not first.cancelled:
+            first.twins.append(request)
+            return True
+        self._greedy[key] = request
+        if len(self._greedy) > _ANSWERS:
+            self._greedy.popitem(last=False)
+        return False
 
     def _draw(self) -> None:
         """Draw a token for every active sequence and remove those that ended."""
@@ -535,7 +570,7 @@ class Sampler:
         self._remove(ended)
         for request in requests.values():
             if all(draft.finish_reason for draft in request.drafts):
-                _settle(request.future, partial(list, map(Draft.completion, request.drafts)))
+                request.finish()
 
     def _remove(self, rows: set[int]) -> None:
         if not rows:
@@ -550,7 +585,9 @@ class Sampler:
         with self._wake:
             queued = list(self._queue)
             self._queue.clear()
-        requests = {id(d.request): d.request for d in (*self._active, *self._waiting)}
+        led = {id(d.request): d.request for d in (*self._active, *self._waiting)}.values()
+        requests = [it for request in led for it in (request, *request.twins)]
+        self._greedy.clear()
         self._active, self._logits_BV = [], None
         self._waiting.clear()
         self.decoder.reset()
@@ -558,7 +595,7 @@ class Sampler:
             reason = RunFailed(f"the sampler met an error: {type(error).__name__}: {error}")
             reason.__cause__ = error
             error = reason
-        for item in (*requests.values(), *queued):
+        for item in (*requests, *queued):
             with contextlib.suppress(InvalidStateError):
                 item.future.set_exception(error)
 

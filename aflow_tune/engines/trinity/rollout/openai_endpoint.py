@@ -114,10 +114,21 @@ def openai_client(
     import openai
 
     entry = _Entry(model, sampling)
-    transport = httpx.ASGITransport(_app(lambda place, key: entry))
-    http_client = httpx.AsyncClient(transport=transport)
+    http_client = httpx.AsyncClient(transport=_InProcess(_app(lambda place, key: entry)))
     given = {"base_url": "http://in-process/-/v1", "api_key": "EMPTY", "http_client": http_client}
-    return openai.AsyncOpenAI(**{**given, **options})
+    return openai.AsyncOpenAI(**{"timeout": None, **given, **options})
+
+
+class _InProcess(httpx.ASGITransport):
+    """httpx's own has no time limits."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        seconds = request.extensions.get("timeout", {}).get("read")
+        try:
+            async with asyncio.timeout(seconds):
+                return await super().handle_async_request(request)
+        except TimeoutError as error:
+            raise httpx.ReadTimeout(f"no answer within {seconds:g} s", request=request) from error
 
 
 class _Entry:
