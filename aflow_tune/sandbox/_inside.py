@@ -41,7 +41,6 @@ CONFINED = b"confined"
 def main(control: _socket.socket, channel: int) -> None:
     """Supervise and exit. Returns only in the child, after the program, or without a setup."""
     os.nice(NICE)
-    lowered = lower_session()
     setup = receive(control)
     if setup is None:
         return
@@ -63,7 +62,6 @@ def main(control: _socket.socket, channel: int) -> None:
         control.sendall(b"ready\n")
         job = receive(control)
         if job is not None:
-            lowered or lower_session()
             if setup["backend"] == "bubblewrap":
                 # The program must not read or change process 1 through /proc.
                 call_prctl(PR_SET_DUMPABLE, 0)
@@ -94,18 +92,6 @@ def main(control: _socket.socket, channel: int) -> None:
     os.write(TOLD, CONFINED)
     os.close(TOLD)
     run(job)
-
-
-def lower_session() -> bool:
-    """Kernels with autogroups compare niceness within a session only, and sessions by another. It
-    can be set ten times a second on the whole machine. Returns whether it was."""
-    with Ignored():
-        place = os.open("/proc/self/autogroup", os.O_WRONLY)
-        try:
-            return os.write(place, str(NICE).encode()) > 0
-        finally:
-            os.close(place)
-    return False
 
 
 def load(name: str, code: CodeType) -> None:

@@ -141,7 +141,7 @@ def _bubblewrap(environment: dict[str, str], disk_mb: int, wanted: Sequence[str]
         _need("bwrap"),
         *("--unshare-user", "--unshare-all", "--disable-userns"),
         *("--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL"),
-        *("--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox"),
+        *("--die-with-parent", "--as-pid-1", "--hostname", "sandbox"),
         "--clearenv",
     ]
     for name, value in environment.items():

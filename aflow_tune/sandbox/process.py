@@ -143,7 +143,7 @@ class Sandbox:
                 env=launch.environment,
                 cwd="/",
                 pass_fds=passed,
-                start_new_session=True,
+                process_group=0,
             )
         except BaseException:
             for end in (mine, channel):
