@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import IO
 
 import torch
 
@@ -29,10 +30,10 @@ CALLER = "import os, time\nwhile True:\n    {}\n    os.write(1, b'%f\\n' % time.
 PROMPT, STEPS, CALLERS, WARM = 340, 32, 2, 3.0
 
 
-def caller(program: str, out: object) -> subprocess.Popen[bytes]:
+def caller(program: str, out: IO[str]) -> subprocess.Popen[bytes]:
     setup, run = program.splitlines()
     code = f"{setup}\n{CALLER.format(run)}"
-    return subprocess.Popen([sys.executable, "-c", code], stdout=out)  # type: ignore[call-overload, no-any-return]
+    return subprocess.Popen([sys.executable, "-c", code], stdout=out)
 
 
 def milliseconds(sampler: Sampler, rows: int) -> float:

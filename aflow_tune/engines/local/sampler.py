@@ -20,7 +20,7 @@ import math
 import secrets
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
@@ -269,6 +269,10 @@ class Request:
         self.answer = [draft.completion() for draft in self.drafts]
         for it in (self, *self.twins):
             _settle(it.future, lambda: self.answer)
+        self.drafts, self.twins = (
+            [],
+            [],
+        )  # an answered greedy request is kept for the next equal one
 
 
 class Draft:
@@ -372,7 +376,7 @@ class Sampler:
         self._queue: deque[Request | _Job] = deque()
         self._waiting: deque[Draft] = deque()
         self._active: list[Draft] = []
-        self._greedy: OrderedDict[tuple[tuple[int, ...], str], Request] = OrderedDict()
+        self._greedy: dict[tuple[tuple[int, ...], str], Request] = {}
         """Greedy requests of these weights, running or answered, the latest last."""
         self._logits_BV: Tensor | None = None
         self._wake = threading.Condition()
@@ -535,17 +539,16 @@ class Sampler:
         if request.params.temperature:
             return False
         key = (tuple(request.prompt), repr(replace(request.params, seed=None)))
-        first = self._greedy.get(key)
-        if first is not None and first.answer is not None:
-            answer = first.answer
-            _settle(request.future, lambda: answer)
+        first = self._greedy.get(key, request)
+        if first.answer is not None:
+            _settle(request.future, lambda: first.answer)
             return True
-        if first is not None and not first.cancelled:
+        if first is not request and not first.cancelled:
             first.twins.append(request)
             return True
         self._greedy[key] = request
         if len(self._greedy) > _ANSWERS:
-            self._greedy.popitem(last=False)
+            del self._greedy[next(iter(self._greedy))]
         return False
 
     def _draw(self) -> None:
