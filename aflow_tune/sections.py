@@ -42,7 +42,7 @@ class LocalSection:
     load_in: str | None = field(default=None, metadata={"choices": ("4bit", "8bit")})
     """The frozen base of the policy in NF4 or int8, by bitsandbytes; needs an adapter. None: no."""
     threads: int | None = None
-    """CPU threads. None: the physical cores for the sampler, PyTorch's choice for the trainer."""
+    """CPU threads. None: the physical cores, PyTorch's choice in a process without a sampler."""
     max_batch: int = 64
     """Most sequences that the sampler decodes at once."""
     micro_batch_tokens: int = 2048

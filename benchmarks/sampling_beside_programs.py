@@ -2,17 +2,20 @@
 
     python benchmarks/sampling_beside_programs.py [--model smollm2-135m] [--rows 48]
 
-Milliseconds of a decode step in bf16: alone, beside two callers that run sandboxed programs without
-a pause, and beside two that run the same programs as plain subprocesses of equal priority.
+Milliseconds of a decode step in bf16: alone, beside another thread's OpenMP workers that do nothing
+(best of three, in turns), beside two callers that run sandboxed programs without a pause, and
+beside two that run the same programs as plain subprocesses of equal priority.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO
 
 import torch
@@ -45,8 +48,13 @@ def milliseconds(sampler: Sampler, rows: int) -> float:
     return (time.perf_counter() - begin) / STEPS * 1000
 
 
+def compute(threads: int) -> None:
+    torch.set_num_threads(threads)
+    torch.relu(torch.randn(2000, 2000))
+
+
 def main() -> None:
-    """Print the three."""
+    """Print the four."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rows", type=int, default=48)
@@ -55,8 +63,14 @@ def main() -> None:
     model = load_model(folder, torch.bfloat16, torch.device("cpu"))
     sampler = Sampler(model, load_tokenizer(folder), max_model_len=PROMPT + STEPS + 1)
     milliseconds(sampler, options.rows)
-    alone = milliseconds(sampler, options.rows)
+    alone = pooled = math.inf
+    for _ in range(3):
+        alone = min(alone, milliseconds(sampler, options.rows))
+        with ThreadPoolExecutor(1) as thread:  # its pool ends with it
+            thread.submit(compute, sampler.threads).result()
+            pooled = min(pooled, milliseconds(sampler, options.rows))
     print(f"alone: {alone:.0f} ms a step", flush=True)
+    print(f"beside an idle pool: {pooled:.0f} ms ({pooled / alone:.1f} times)", flush=True)
     for name, program in (("sandboxed programs", SANDBOXED), ("plain programs", PLAIN)):
         with tempfile.TemporaryFile("w+") as out:
             callers = [caller(program, out) for _ in range(CALLERS)]

@@ -101,10 +101,11 @@ class Ours:
     """Sampler, trainer and Trinity's GRPO in this process."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        from aflow_tune.engines.local.compute import COMPUTE
         from aflow_tune.engines.local.models import load_model, load_tokenizer
         from aflow_tune.engines.local.sampler import Sampler
 
-        self.trainer, self.train = make_trainer(args, folder)
+        self.trainer, self.train = COMPUTE.submit(make_trainer, args, folder).result()
         settings = self.trainer.settings
         self.args, self.version = args, 0
         self.tokenizer = load_tokenizer(folder)
@@ -120,6 +121,7 @@ class Ours:
         )
 
     def step(self, index: int) -> dict[str, float]:
+        from aflow_tune.engines.local.compute import COMPUTE
         from aflow_tune.engines.local.sampler import SamplingParams
 
         args, started = self.args, time.perf_counter()
@@ -129,10 +131,10 @@ class Ours:
         mine = self.prompts[index * args.groups : (index + 1) * args.groups]
         groups = self.sampler.generate(mine, [params] * len(mine))
         rolled = time.perf_counter()
-        self.train(experiences(mine, groups, index))
+        COMPUTE.submit(self.train, experiences(mine, groups, index)).result()
         trained = time.perf_counter()
         self.version += 1
-        self.sampler.update_weights(self.trainer.weights(), self.version)
+        self.sampler.update_weights(COMPUTE.submit(self.trainer.weights).result(), self.version)
         synced = time.perf_counter()
         return {
             "rollout": rolled - started,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -252,40 +251,6 @@ def test_end_of_sequence_and_ignore_eos(make_sampler, tiny_model_dir: Path) -> N
     assert eos.logprobs[0] > -0.1
     assert (len(no_eos.token_ids), no_eos.token_ids[0]) == (6, 258)
     assert no_eos.finish_reason == "length"
-
-
-def test_equal_greedy_requests_are_computed_once_for_each_version_of_the_weights(
-    make_sampler, tiny_model_dir: Path
-) -> None:
-    model = load_model(tiny_model_dir, torch.float32, CPU)
-    sampler = make_sampler(copy.deepcopy(model), lora=SPEC)
-    greedy = [
-        SamplingParams(max_tokens=7, temperature=0, ignore_eos=True, seed=i) for i in range(5)
-    ]
-    first, *others = sampler.generate([prompt(8)] * 5, greedy)
-    assert all(it == first for it in [*others, *sampler.generate([prompt(8)], greedy[:1])])
-    shorter = replace(greedy[0], max_tokens=3)
-    short, other = sampler.generate([prompt(8), prompt(9)], [shorter, greedy[0]])
-    assert short[0].token_ids == first[0].token_ids[:3]
-    assert len(other[0].token_ids) == 7
-    assert sampler.stats()["generated_tokens"] == 7 + 3 + 7
-    sampler.update_weights(adapter(model, 1), version=1)
-    assert sampler.generate([prompt(8)], greedy[:1])[0][0].logprobs != first[0].logprobs
-
-
-def test_a_greedy_request_is_answered_though_the_equal_one_before_it_is_cancelled(
-    make_sampler,
-) -> None:
-    sampler = make_sampler()
-    params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
-
-    async def ask():
-        first, second = (asyncio.ensure_future(sampler.submit(prompt(5), params)) for _ in range(2))
-        await asyncio.sleep(0)
-        first.cancel()
-        return await second
-
-    assert len(asyncio.run(ask())[0].token_ids) == 200
 
 
 def test_an_engine_error_reaches_everyone_and_the_sampler_goes_on(

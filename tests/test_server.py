@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,7 @@ def test_what_leaves_nothing_to_chance_is_decoded_once(sampler: Sampler) -> None
 
     async def ask_all() -> None:
         answers, greedy = GreedyAnswers(submit), SamplingParams(max_tokens=8, temperature=0.0)
-        asking = (answers.submit([5, 6, 7], greedy) for _ in range(3))
+        asking = (answers.submit([5, 6, 7], replace(greedy, seed=seed)) for seed in range(3))
         failed = await asyncio.gather(*asking, return_exceptions=True)
         assert [type(error) for error in failed] == [BadInput] * 3  # and it is not remembered
         leaving, *staying = (

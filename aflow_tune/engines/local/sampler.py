@@ -1,4 +1,4 @@
-"""The sampler: continuous batching of many requests on one thread.
+"""The sampler: continuous batching of many requests, computed on one thread.
 
 Requests, weight updates and scoring jobs are served in order. Waiting sequences join the running
 batch between two decode steps. A weight update is a barrier, so no completion mixes two versions.
@@ -22,8 +22,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Executor, Future, InvalidStateError
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
@@ -31,7 +32,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from aflow_tune.engines.local.decoder import Decoder, make_decoder
+from aflow_tune.engines.local.compute import COMPUTE
+from aflow_tune.engines.local.decoder import make_decoder
 from aflow_tune.errors import BadInput, Fault, RunFailed
 
 if TYPE_CHECKING:
@@ -45,7 +47,6 @@ T = TypeVar("T")
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """llguidance options that fix the white space: a model could otherwise emit blanks endlessly."""
 _BLOCK = 256
-_ANSWERS = 1024  # greedy requests whose answers are kept
 
 
 @dataclass(frozen=True)
@@ -256,23 +257,6 @@ class Request:
     params: SamplingParams
     future: Future[list[Completion]]
     drafts: list[Draft] = field(default_factory=list)
-    twins: list[Request] = field(default_factory=list)
-    """Equal greedy requests that came later and get the same answer."""
-    answer: list[Completion] | None = None
-
-    @property
-    def cancelled(self) -> bool:
-        return all(it.future.cancelled() for it in (self, *self.twins))
-
-    def finish(self) -> None:
-        """Answer this request and its twins, once all of its sequences have ended."""
-        self.answer = [draft.completion() for draft in self.drafts]
-        for it in (self, *self.twins):
-            _settle(it.future, lambda: self.answer)
-        self.drafts, self.twins = (
-            [],
-            [],
-        )  # an answered greedy request is kept for the next equal one
 
 
 class Draft:
@@ -352,7 +336,8 @@ class _Job:
 class Sampler:
     """Samples completions from a causal LM in evaluation mode, of which it takes ownership.
     `max_batch` sequences are decoded together; `max_model_len`: prompt and completion; `threads`
-    None: one per physical core; `lora`: the shape of adapters passed to `update_weights`."""
+    None: one per physical core; `lora`: the shape of adapters passed to `update_weights`; `thread`:
+    runs one job at a time, among them all torch work of this sampler."""
 
     def __init__(
         self,
@@ -364,6 +349,7 @@ class Sampler:
         threads: int | None = None,
         deterministic: bool = False,
         lora: LoraSpec | None = None,
+        thread: Executor = COMPUTE,
     ) -> None:
         self.threads = threads or psutil.cpu_count(logical=False) or 1
         self.max_batch = max_batch
@@ -376,19 +362,15 @@ class Sampler:
         self._queue: deque[Request | _Job] = deque()
         self._waiting: deque[Draft] = deque()
         self._active: list[Draft] = []
-        self._greedy: dict[tuple[tuple[int, ...], str], Request] = {}
-        """Greedy requests of these weights, running or answered, the latest last."""
         self._logits_BV: Tensor | None = None
-        self._wake = threading.Condition()
+        self._thread = thread
+        self._lock = threading.Lock()
+        self._scheduled = False  # a turn is waiting for the thread, or under way
         self._closing = False
         self._generated = 0
         self._busy = 0.0
-        ready: Future[Decoder] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(model, ready), name="sampler", daemon=True
-        )
-        self._thread.start()
-        self.decoder = ready.result()
+        make = torch.inference_mode()(make_decoder)
+        self.decoder = thread.submit(make, model).result()
 
     def generate(
         self, prompts: list[list[int]], params: list[SamplingParams]
@@ -418,7 +400,6 @@ class Sampler:
         BadInput: as `Weights.load`; RunFailed as `generate`."""
 
         def load() -> None:
-            self._greedy.clear()
             self.decoder.load(state, self.lora)
             self.version = version
 
@@ -434,11 +415,11 @@ class Sampler:
         }
 
     def close(self) -> None:
-        """Fail pending requests with RunFailed, end the thread, free the cache."""
-        with self._wake:
+        """Fail pending requests with RunFailed, free the cache."""
+        with self._lock:
             self._closing = True
-            self._wake.notify()
-        self._thread.join()
+        error = RunFailed("the sampler was closed")
+        self._thread.submit(self._fail_all, error).result()
 
     def _request(self, prompt_ids: list[int], params: SamplingParams) -> Request:
         params.validate()
@@ -461,41 +442,42 @@ class Sampler:
         return result
 
     def _enqueue(self, items: list[Any]) -> None:
-        with self._wake:
+        with self._lock:
             if self._closing:
                 raise RunFailed("the sampler is closed")
             self._queue.extend(items)
-            self._wake.notify()
+            self._schedule()
+
+    def _schedule(self) -> None:
+        """Ask the thread for a turn if there is work; call with the lock."""
+        if not self._scheduled and (self._queue or self._waiting or self._active):
+            self._scheduled = True
+            self._thread.submit(self._turn)
 
     @torch.inference_mode()
-    def _run(self, model: PreTrainedModel, ready: Future[Decoder]) -> None:
-        # All torch work of the sampler happens on this thread: each thread that computes keeps a
-        # pool of OpenMP workers, and more of these than cores slow a decode step by half.
-        torch.set_num_threads(self.threads)
-        _settle(ready, lambda: make_decoder(model))
-        if ready.exception() is not None:
+    def _turn(self) -> None:
+        """Admit waiting work, then decode one token for every active sequence."""
+        if self._closing:
             return
-        while True:
-            with self._wake:
-                while not (self._queue or self._waiting or self._active or self._closing):
-                    self._wake.wait()
-            if self._closing:
-                break
-            start = time.perf_counter()
-            try:
-                # Admit waiting work, then decode one token for every active sequence.
-                gone = {i for i, d in enumerate(self._active) if d.request.cancelled}
-                self._remove(gone)
-                self._admit()
-                if self._active:
-                    self._draw()
-                if self._active:
-                    last = [d.tokens[-1] for d in self._active]
-                    self._logits_BV = self.decoder.step(torch.tensor(last, device=self.device))
-            except Exception as error:
-                self._fail_all(error)
-            self._busy += time.perf_counter() - start
-        self._fail_all(RunFailed("the sampler was closed"))
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        start = time.perf_counter()
+        try:
+            gone = {i for i, d in enumerate(self._active) if d.request.future.cancelled()}
+            self._remove(gone)
+            self._admit()
+            if self._active:
+                self._draw()
+            if self._active:
+                last = [d.tokens[-1] for d in self._active]
+                self._logits_BV = self.decoder.step(torch.tensor(last, device=self.device))
+        except Exception as error:
+            self._fail_all(error)
+        self._busy += time.perf_counter() - start
+        with self._lock:
+            self._scheduled = False
+            if not self._closing:
+                self._schedule()
 
     def _admit(self) -> None:
         """Fill the free rows of the batch and prefill the new sequences together."""
@@ -517,9 +499,9 @@ class Sampler:
         while True:
             while self._waiting:
                 draft = self._waiting.popleft()
-                if not draft.request.cancelled:
+                if not draft.request.future.cancelled():
                     return draft
-            with self._wake:
+            with self._lock:
                 if not self._queue:
                     return None
                 head = self._queue[0]
@@ -528,28 +510,10 @@ class Sampler:
                 self._queue.popleft()
             if isinstance(head, _Job):
                 _settle(head.future, head.work)
-            elif not self._known(head):
+            else:
                 if self.deterministic:
                     self.decoder.reset()
                 self._waiting.extend(head.drafts)
-
-    def _known(self, request: Request) -> bool:
-        """Whether an equal greedy request has answered this one, or will. A group of rollouts asks
-        its frozen models the same thing again and again."""
-        if request.params.temperature:
-            return False
-        key = (tuple(request.prompt), repr(replace(request.params, seed=None)))
-        first = self._greedy.get(key, request)
-        if first.answer is not None:
-            _settle(request.future, lambda: first.answer)
-            return True
-        if first is not request and not first.cancelled:
-            first.twins.append(request)
-            return True
-        self._greedy[key] = request
-        if len(self._greedy) > _ANSWERS:
-            del self._greedy[next(iter(self._greedy))]
-        return False
 
     def _draw(self) -> None:
         """Draw a token for every active sequence and remove those that ended."""
@@ -573,7 +537,7 @@ class Sampler:
         self._remove(ended)
         for request in requests.values():
             if all(draft.finish_reason for draft in request.drafts):
-                request.finish()
+                _settle(request.future, partial(list, map(Draft.completion, request.drafts)))
 
     def _remove(self, rows: set[int]) -> None:
         if not rows:
@@ -585,12 +549,10 @@ class Sampler:
 
     def _fail_all(self, error: Exception) -> None:
         """Fail everything that is pending with `error`, and restart from an empty cache."""
-        with self._wake:
+        with self._lock:
             queued = list(self._queue)
             self._queue.clear()
-        led = {id(d.request): d.request for d in (*self._active, *self._waiting)}.values()
-        requests = [it for request in led for it in (request, *request.twins)]
-        self._greedy.clear()
+        requests = {id(d.request): d.request for d in (*self._active, *self._waiting)}
         self._active, self._logits_BV = [], None
         self._waiting.clear()
         self.decoder.reset()
@@ -598,7 +560,7 @@ class Sampler:
             reason = RunFailed(f"the sampler met an error: {type(error).__name__}: {error}")
             reason.__cause__ = error
             error = reason
-        for item in (*requests, *queued):
+        for item in (*requests.values(), *queued):
             with contextlib.suppress(InvalidStateError):
                 item.future.set_exception(error)
 

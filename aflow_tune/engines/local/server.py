@@ -18,6 +18,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import uvicorn
@@ -254,8 +255,8 @@ Submit = Callable[[list[int], SamplingParams], Awaitable[list[Completion]]]
 
 
 class GreedyAnswers:
-    """A cache around `submit` of a frozen model for greedy requests: many rollouts of a group ask a
-    frozen executor the same thing. For one event loop."""
+    """A cache around `submit` of a frozen model for greedy requests, whatever their seeds: many
+    rollouts of a group ask a frozen executor the same thing. For one event loop."""
 
     def __init__(self, submit: Submit) -> None:
         self._submit = submit
@@ -265,7 +266,7 @@ class GreedyAnswers:
         """As `Sampler.submit`. Errors are not cached."""
         if params.temperature != 0:
             return await self._submit(prompt_ids, params)
-        key = (tuple(prompt_ids), repr(params))
+        key = (tuple(prompt_ids), repr(replace(params, seed=None)))
         answer = self._answers.get(key)
         if answer is None or (answer.done() and (answer.cancelled() or answer.exception())):
             answer = self._answers[key] = asyncio.ensure_future(self._submit(prompt_ids, params))

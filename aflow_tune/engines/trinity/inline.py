@@ -175,9 +175,9 @@ class InlineRun:
             if self.rollouts is not None:
                 await self.rollouts.prepare()
             await self.engine.prepare()
-            if self.choose is not None:
+            if (choose := self.choose) is not None:
                 self.phase("choosing the rows to learn from")
-                await asyncio.to_thread(self.choose, self.engine.trainer)
+                await self.engine.compute(lambda: choose(self.engine.trainer))
             for role in (self.config.explorer.name, self.config.trainer.name):
                 self.monitors[role] = make_monitor(self.config, role)
             # Continue in the training data where an earlier command stopped.
@@ -280,7 +280,7 @@ class InlineRun:
         """Copy the trainer's weights to the sampler, then check: raises as `SyncCheck.compare`."""
         step, started = self.engine.train_step_num, time.time()
         if step:
-            weights = await asyncio.to_thread(self.engine.trainer.weights)
+            weights = await self.engine.compute(self.engine.trainer.weights)
             await asyncio.to_thread(rollouts.sampler.update_weights, weights, step)
         seconds = time.time() - started
         tokens, trainer = await self.engine.probe()

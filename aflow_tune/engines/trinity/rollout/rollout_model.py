@@ -10,16 +10,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 from trinity.common.config import InferenceModelConfig
 from trinity.common.constants import SyncMethod
 from trinity.common.models.model import BaseInferenceModel, ModelWrapper
 
 from aflow_tune.cluster.ray_for_run import spans_nodes
+from aflow_tune.engines.local.compute import COMPUTE
 from aflow_tune.engines.local.models import (
     load_model,
     load_tokenizer,
@@ -54,8 +55,6 @@ class SamplerHost:
         engine = config.extra_engine_args
         device = pick_device(engine["device"])
         path = resolve_model(config.model_path)
-        if engine["threads"]:
-            torch.set_num_threads(engine["threads"])
         tokenizer = load_tokenizer(path)
         if config.chat_template:
             tokenizer.chat_template = config.chat_template
@@ -70,6 +69,7 @@ class SamplerHost:
             threads=engine["threads"],
             deterministic=engine["deterministic"],
             lora=LoraSpec(**engine["lora"]) if engine["lora"] else None,
+            thread=ThreadPoolExecutor(1, "frozen") if engine["frozen"] else COMPUTE,
         )
         server = kinds[1](
             sampler,

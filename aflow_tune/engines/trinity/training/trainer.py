@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import copy
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,6 +26,7 @@ from aflow_tune.config.critic import critic_settings, uses_critic
 from aflow_tune.config.engine import removes_padding
 from aflow_tune.config.load import AflowConfig
 from aflow_tune.config.names import BATCH_FILES
+from aflow_tune.engines.local.compute import COMPUTE
 from aflow_tune.engines.local.models import load_tokenizer, pick_device, pick_dtype, resolve_model
 from aflow_tune.engines.trinity.training.sync_check import forget, is_checked, probe_tokens, publish
 from aflow_tune.runs.clean import kept_in_run
@@ -66,13 +66,12 @@ class PublishingTrainer(Trainer):
 
 
 class LocalTrainEngine(TrainEngineWrapper):
-    """Runs our trainer, one step per call, and manages its checkpoints. All torch work
-    happens on one thread of its own, so that the event loop stays responsive."""
+    """Runs our trainer, one step per call, and manages its checkpoints. All torch work happens on
+    the thread `COMPUTE`, so that the event loop stays responsive."""
 
     def __init__(self, config: AflowConfig) -> None:
         self.config = config
         self.run_dir = Path(config.checkpoint_job_dir)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._saved_step: int | None = None
         self._tokens: list[int] = []
 
@@ -80,11 +79,11 @@ class LocalTrainEngine(TrainEngineWrapper):
         """Build the trainer and load the latest checkpoint, if there is one."""
         from aflow_tune.engines.trinity.training.algorithm import TrainStep
 
-        self.trainer = await self._run(lambda: build_trainer(self.config))
-        self.train = await self._run(lambda: TrainStep(self.config, self.trainer))
+        self.trainer = await self.compute(lambda: build_trainer(self.config))
+        self.train = await self.compute(lambda: TrainStep(self.config, self.trainer))
         existing = checkpoints(self.run_dir)
         if existing:
-            await self._run(lambda: self.trainer.load(existing[-1].path))
+            await self.compute(lambda: self.trainer.load(existing[-1].path))
             self._saved_step = existing[-1].step
 
     @property
@@ -92,7 +91,7 @@ class LocalTrainEngine(TrainEngineWrapper):
         return self.trainer.step_count
 
     async def train_step(self, batch_exps: list[Experience]) -> dict[str, float]:
-        return await self._run(lambda: self.train(batch_exps))
+        return await self.compute(lambda: self.train(batch_exps))
 
     async def probe(self) -> tuple[list[int], list[float]]:
         """The fixed text of the sync check, and the log-probabilities of its tokens 1..T-1."""
@@ -103,7 +102,7 @@ class LocalTrainEngine(TrainEngineWrapper):
             self._tokens = probe_tokens(tokenizer, self.config.model.max_model_len)
         tokens = self._tokens
         sample = Sample(torch.tensor(tokens), 1, torch.ones(len(tokens) - 1, dtype=torch.bool))
-        scores = await self._run(lambda: self.trainer.logprobs([sample]))
+        scores = await self.compute(lambda: self.trainer.logprobs([sample]))
         return tokens, scores[0].tolist()
 
     async def save_checkpoint(
@@ -111,7 +110,7 @@ class LocalTrainEngine(TrainEngineWrapper):
     ) -> None:
         """Write the whole state atomically; `save_as_hf` also exports the model to `export/`."""
         if not self.trainer.torn:  # else the weights are between two steps: save nothing
-            await self._run(lambda: self._save(save_as_hf))
+            await self.compute(lambda: self._save(save_as_hf))
 
     def _save(self, save_as_hf: bool) -> None:
         step, config = self.train_step_num, self.config
@@ -137,7 +136,7 @@ class LocalTrainEngine(TrainEngineWrapper):
 
     async def upload_state_dict(self) -> None:
         """Hand the current weights to Trinity's Synchronizer."""
-        weights = await self._run(self.trainer.weights)
+        weights = await self.compute(self.trainer.weights)
         synchronizer = ray.get_actor("synchronizer", namespace=self.config.ray_namespace)
         await synchronizer.set_model_state_dict.remote(weights, self.train_step_num)
 
@@ -148,10 +147,11 @@ class LocalTrainEngine(TrainEngineWrapper):
     setup_weight_sync_group = teardown_weight_sync_group = _unused
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True)
+        """Wait for what is under way."""
+        COMPUTE.submit(lambda: None).result()
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def compute(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(COMPUTE, work)
 
 
 def build_trainer(config: AflowConfig) -> LocalTrainer:
