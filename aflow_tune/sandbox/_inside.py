@@ -268,7 +268,10 @@ def run(job: dict[str, Any]) -> None:
 
 
 POLL_SECONDS = 0.01
-DISK_EVERY = 3  # polls between two looks at the disk, which are slower
+QUIET_SECONDS = 0.1
+"""Between two looks at most, doubled while memory and threads stay as they are: dozens of programs
+that wait for a model's answer would else take half a core."""
+DISK_EVERY = 3  # looks of `POLL_SECONDS` between two at the disk, which are slower
 MOST_FILES = 20_000
 MB = 1 << 20
 
@@ -292,6 +295,7 @@ class Watch:
         self.stdin = memoryview(job["stdin"])
         self.status: int | None = None
         self.hits: set[str] = set()
+        self.seen, self.pause = (0, 0), POLL_SECONDS
         self.page = os.sysconf("SC_PAGE_SIZE")
 
     def until_it_ends(self, control: _socket.socket, wake: int, stdin: int) -> str:
@@ -306,8 +310,8 @@ class Watch:
         end = time.monotonic() + self.limits["seconds"]
         ticks, next_look = 0, 0.0
         while True:
-            wait = min(POLL_SECONDS, max(0.0, end - time.monotonic()))
-            for descriptor, _ in poller.poll(wait * 1000 + 1):
+            wait = min(end, next_look) - time.monotonic()
+            for descriptor, _ in poller.poll(max(0.0, wait) * 1000 + 1):
                 if descriptor == wake:
                     os.read(wake, 4096)
                 elif descriptor == stdin:
@@ -325,11 +329,11 @@ class Watch:
                 self.hits.add("seconds")
                 return "seconds"
             if now >= next_look:
-                next_look = now + POLL_SECONDS
                 ticks += 1
                 reason = self._look()
-                if not reason and ticks % DISK_EVERY == 0:
+                if not reason and (ticks % DISK_EVERY == 0 or self.pause > POLL_SECONDS):
                     reason = self._look_at_disk()
+                next_look = now + self.pause
                 if reason:
                     self.hits.add(reason)
                     return reason
@@ -360,6 +364,9 @@ class Watch:
                 tasks += len(os.listdir(f"/proc/{pid}/task"))
             except (OSError, IndexError):
                 continue
+        quiet = self.seen == (resident, tasks)
+        self.pause = min(2 * self.pause, QUIET_SECONDS) if quiet else POLL_SECONDS
+        self.seen = resident, tasks
         if tasks >= self.limits["processes"]:
             self.hits.add("processes")
         if not self.private and tasks > self.limits["processes"] + 1:
