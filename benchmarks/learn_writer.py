@@ -230,7 +230,8 @@ def main() -> int:
     varied = all(o.structures["grpo"] >= FEWEST_STRUCTURES for o in outcomes)
     print(
         f"{gained} of {len(outcomes)} seeds: right more often after GRPO than after SFT, with an "
-        f"interval above zero; at least {FEWEST_STRUCTURES} structures in all: {'yes' if varied else 'no'}"
+        f"interval above zero\nat least {FEWEST_STRUCTURES} structures in all: "
+        f"{'yes' if varied else 'no'}"
     )
     return 0 if gained * 3 >= len(outcomes) * 2 and varied else 1
 

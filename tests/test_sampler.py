@@ -318,6 +318,21 @@ def test_adapters_replace_each_other_without_drift(make_sampler, tiny_model_dir,
     assert sampler.version == 5
 
 
+def test_samplers_of_one_process_take_turns(make_sampler) -> None:
+    one, other = make_sampler(), make_sampler()
+
+    async def race() -> bool:
+        asked = [
+            asyncio.ensure_future(sampler.submit(prompt(8), SamplingParams(count, ignore_eos=True)))
+            for sampler, count in ((one, 200), (other, 2))
+        ]
+        done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.gather(*asked)
+        return asked[1] in done
+
+    assert asyncio.run(race())
+
+
 def test_an_update_waits_for_earlier_requests_and_precedes_later_ones(make_sampler, model) -> None:
     sampler = make_sampler(max_batch=2, lora=SPEC)
     state = adapter(model, 1)
