@@ -1,7 +1,7 @@
 """Memory of `engine: local`: sampler and trainer of `engines/local`, in one process or behind Ray.
 
-The phases of a step add up: the allocator keeps what a thread freed for that thread (glibc:
-mallopt(3)), so sampler and trainer each keep their peak. Freed memory is returned after each train
+The phases of a step add up: the allocator keeps what was freed (glibc: mallopt(3)), all of it for
+another process, much of it for the one thread of a run in one process. Freed memory is returned after each train
 step (malloc_trim), so the export counts only what it takes beyond a step. The allowances were
 measured with `benchmarks/estimate_memory.py`.
 """
