@@ -1,9 +1,9 @@
 """Memory of `engine: local`: sampler and trainer of `engines/local`, in one process or behind Ray.
 
 The phases of a step add up: the allocator keeps what was freed (glibc: mallopt(3)), all of it for
-another process, much of it for the one thread of a run in one process. Freed memory is returned after each train
-step (malloc_trim), so the export counts only what it takes beyond a step. The allowances were
-measured with `benchmarks/estimate_memory.py`.
+another process, much of it for the one thread of a run in one process. Freed memory is returned
+after each train step (malloc_trim), so the export counts only what it takes beyond a step. The
+allowances were measured with `benchmarks/estimate_memory.py`.
 """
 
 from __future__ import annotations
