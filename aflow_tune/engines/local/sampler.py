@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from aflow_tune.engines.local.compute import COMPUTE
-from aflow_tune.engines.local.decoder import make_decoder
+from aflow_tune.engines.local.decoder import Decoder, make_decoder
 from aflow_tune.errors import BadInput, Fault, RunFailed
 
 if TYPE_CHECKING:
@@ -369,8 +369,7 @@ class Sampler:
         self._closing = False
         self._generated = 0
         self._busy = 0.0
-        make = torch.inference_mode()(make_decoder)
-        self.decoder = thread.submit(make, model).result()
+        self.decoder = thread.submit(self._make_decoder, model).result()
 
     def generate(
         self, prompts: list[list[int]], params: list[SamplingParams]
@@ -455,11 +454,16 @@ class Sampler:
             self._thread.submit(self._turn)
 
     @torch.inference_mode()
+    def _make_decoder(self, model: PreTrainedModel) -> Decoder:
+        torch.set_num_threads(self.threads)
+        return make_decoder(model)
+
+    @torch.inference_mode()
     def _turn(self) -> None:
         """Admit waiting work, then decode one token for every active sequence."""
         if self._closing:
             return
-        if torch.get_num_threads() != self.threads:
+        if torch.get_num_threads() != self.threads:  # another sampler's, or the trainer's
             torch.set_num_threads(self.threads)
         start = time.perf_counter()
         try:
