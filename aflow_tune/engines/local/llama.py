@@ -45,7 +45,8 @@ class CacheShape:
 
 
 class KVCache:
-    """Storage `kv` of shape [layers, 2, rows, heads, columns, head_dim]."""
+    """Storage `kv` of shape [layers, rows, columns, 2, heads, head_dim], so that a token's keys and
+    values lie as the projection to them puts them out."""
 
     def __init__(self, shape: CacheShape) -> None:
         self.shape = shape
@@ -61,13 +62,13 @@ class KVCache:
 
     def _empty(self, rows: int, columns: int) -> Tensor:
         s = self.shape
-        size = (s.layers, 2, rows, s.heads, columns, s.head_dim)
+        size = (s.layers, rows, columns, 2, s.heads, s.head_dim)
         # Zeros: masked columns get weight 0, and 0 times uninitialised memory can be NaN.
         return torch.zeros(size, dtype=s.dtype, device=s.device)
 
     def reserve(self, rows: int, columns: int) -> None:
         """Make room for `rows` rows of `columns` columns; keeps the content of active rows."""
-        have_rows, have_columns = self.kv.shape[2], self.kv.shape[4]
+        _, have_rows, have_columns = self.kv.shape[:3]
         if rows <= have_rows and columns <= have_columns:
             return
         if rows > have_rows:
@@ -78,15 +79,15 @@ class KVCache:
         grown = self._empty(max(rows, have_rows), max(columns, have_columns))
         if self.rows:
             used = max(self.lengths)
-            grown[:, :, : self.rows, :, :used] = self.kv[:, :, : self.rows, :, :used]
+            grown[:, : self.rows, :used] = self.kv[:, : self.rows, :used]
         self.kv = grown
 
     def copy_prefix(self, source: Tensor, row: int, length: int) -> None:
-        """Copy the first `length` columns of `source` [layers, 2, heads, columns, dim] to `row`."""
-        self.kv[:, :, row, :, :length] = source[:, :, :, :length]
+        """Copy the first `length` columns of `source`, a row, to `row`."""
+        self.kv[:, row, :length] = source[:, :length]
 
     def row(self, row: int) -> Tensor:
-        return self.kv[:, :, row]  # [layers, 2, heads, columns, head_dim], a view
+        return self.kv[:, row]  # [layers, columns, 2, heads, head_dim], a view
 
     def drop(self, dropped: set[int]) -> list[int]:
         """Remove rows and fill the gaps with the last ones; returns the old index of each row."""
@@ -96,7 +97,7 @@ class KVCache:
             if hole != last:
                 # Holes are filled from the highest down, so all rows above `hole` are kept ones.
                 length = self.lengths[last]
-                self.kv[:, :, hole, :, :length] = self.kv[:, :, last, :, :length]
+                self.kv[:, hole, :length] = self.kv[:, last, :length]
                 order[hole], self.lengths[hole] = order[last], length
             order.pop()
             self.lengths.pop()
@@ -127,7 +128,7 @@ class PrefixStore:
         return length, self.entries[-1][1]
 
     def add(self, tokens: TokenArray, storage: Tensor) -> None:
-        """Store a copy of `storage` [layers, 2, heads, columns, dim] for `tokens`."""
+        """Store a copy of `storage` [layers, columns, 2, heads, dim] for `tokens`."""
         if len(tokens) > self.capacity:
             return
         shared = [common_prefix(known, tokens) for known, _ in self.entries]
@@ -137,7 +138,7 @@ class PrefixStore:
         kept = [it for it, n in zip(self.entries, shared, strict=True) if n < len(it[0])]
         while kept and sum(len(it) for it, _ in kept) + len(tokens) > self.capacity:
             kept.pop(0)
-        self.entries = [*kept, (tokens, storage[:, :, :, : len(tokens)].clone())]
+        self.entries = [*kept, (tokens, storage[:, : len(tokens)].clone())]
 
 
 _WORTH_COPYING = 16  # fewer shared tokens are recomputed: copying would split the batch
@@ -452,7 +453,7 @@ class LlamaDecoder:
         cache.reserve(rows, used)
         cache.lengths = [length + 1 for length in cache.lengths]
         attend = self._decode_attention(cache, positions_B, used)
-        index = self._cache_index(cache, torch.arange(rows, device=self.device), positions_B)
+        index = torch.arange(rows, device=self.device) * cache.kv.shape[2] + positions_B
         return self.head(self._forward(cache, tokens_B, positions_B, index, attend))
 
     def drop(self, rows: set[int]) -> list[int]:
@@ -511,7 +512,7 @@ class LlamaDecoder:
                 outputs.append(self._attend_block(cache.kv[layer], part_TW, own, offset))
             return torch.cat(outputs)
 
-        index = self._cache_index(cache, rows_T, positions_T)
+        index = rows_T * cache.kv.shape[2] + positions_T
         wanted = torch.from_numpy(starts[1:] - 1).to(self.device) if last_only else None
         return self._forward(cache, tokens_T, positions_T, index, attend, wanted)
 
@@ -519,38 +520,21 @@ class LlamaDecoder:
         self, cache: KVCache, positions_B: Tensor, used: int
     ) -> Callable[[int, Tensor], Tensor]:
         """Attention of one new token per row to its first `positions + 1` columns, to those that a
-        group of rows shares at once. Otherwise, in fp32 batched products and weighted sums are
-        faster; in bf16 the fused kernel keeps scores in fp32."""
+        group of rows shares at once."""
         rows, groups = len(positions_B), self.heads // self.kv_heads
         columns = torch.arange(used, device=self.device)
         mask = torch.zeros(rows, 1, 1, used, dtype=self.dtype, device=self.device)
         mask.masked_fill_((columns > positions_B[:, None])[:, None, None], float("-inf"))
         mask = mask.expand(rows, self.kv_heads, groups, used)
-        scale = self.head_dim**-0.5
-
-        def fused(layer: int, qkv_BW: Tensor) -> Tensor:
-            q = qkv_BW[:, : self.q_width].view(rows, self.kv_heads, groups, self.head_dim)
-            k, v = cache.kv[layer, :, :rows, :, :used]
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(rows, -1)
-
         if self._groups is not None:
             return self._grouped_attention(cache, mask, self._groups)
-        flat_mask = mask.reshape(rows * self.kv_heads, groups, used)
-        starts = torch.arange(rows * self.kv_heads, device=self.device) * cache.kv.shape[4]
-        index = (starts[:, None, None] + columns).expand(-1, groups, -1).flatten()
-        bags = torch.arange(0, len(index), used, device=self.device)
 
-        def batched(layer: int, qkv_BW: Tensor) -> Tensor:
-            q = qkv_BW[:, : self.q_width].reshape(-1, groups, self.head_dim)
-            keys = cache.kv[layer, 0, :rows].flatten(0, 1)[:, :used]
-            scores = torch.baddbmm(flat_mask, q, keys.transpose(1, 2), alpha=scale)
-            weights = torch.softmax(scores, dim=-1).flatten()
-            values = cache.kv[layer, 1].view(-1, self.head_dim)
-            return F.embedding_bag(
-                index, values, bags, mode="sum", per_sample_weights=weights
-            ).view(rows, -1)
+        def attend(layer: int, qkv_BW: Tensor) -> Tensor:
+            q = qkv_BW[:, : self.q_width].view(rows, self.kv_heads, groups, self.head_dim)
+            k, v = cache.kv[layer, :rows, :used].permute(2, 0, 3, 1, 4)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(rows, -1)
 
-        return batched if self.dtype == torch.float32 else fused
+        return attend
 
     def _grouped_attention(
         self, cache: KVCache, mask: Tensor, shared: Groups
@@ -571,7 +555,7 @@ class LlamaDecoder:
 
         def attend(layer: int, qkv_BW: Tensor) -> Tensor:
             q = qkv_BW[:, : self.q_width].view(rows, self.kv_heads, heads, self.head_dim)
-            k, v = cache.kv[layer, :, :rows, :, :used]
+            k, v = cache.kv[layer, :rows, :used].permute(2, 0, 3, 1, 4)
             own, own_sum = kernel(q, k[:, :, cut:], v[:, :, cut:], attn_mask=own_mask)
             queries = q.transpose(0, 1).index_select(1, order).flatten(1, 2)[None]
             parts = [
@@ -595,7 +579,7 @@ class LlamaDecoder:
         if offset == 0:
             k, v = heads[:, :, self.heads :].transpose(1, 2).split(self.kv_heads, dim=1)
         else:
-            k, v = kv[:, :, :, : offset + length].index_select(1, rows)
+            k, v = kv[:, : offset + length].index_select(0, rows).permute(2, 0, 3, 1, 4)
             mask = torch.ones(length, offset + length, dtype=torch.bool, device=rows.device)
             mask = mask.tril(offset)
         out = F.scaled_dot_product_attention(
@@ -617,14 +601,14 @@ class LlamaDecoder:
         wanted: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, of the packed tokens `wanted` (None: all); writes
-        keys and values to `cache` at `index`."""
-        turns = self._turns(cache.kv.shape[4])[positions_T][:, None]
+        keys and values to `cache` at `index`, the flattened row and column."""
+        turns = self._turns(cache.kv.shape[2])[positions_T][:, None]
         x = F.embedding(tokens_T, self.embedding)
         for number, layer in enumerate(self.layers):
             qkv = layer.qkv(self._rms(x, layer.norm_attention))
             self._rotate(qkv, layer, turns)
-            fresh = qkv[:, self.q_width :].reshape(-1, self.head_dim)
-            cache.kv[number].view(-1, self.head_dim).index_copy_(0, index, fresh)
+            fresh = qkv[:, self.q_width :]
+            cache.kv[number].view(-1, fresh.shape[1]).index_copy_(0, index, fresh)
             attended = attend(number, qkv)
             if wanted is not None and number == len(self.layers) - 1:
                 attended, x = attended[wanted], x[wanted]
@@ -663,11 +647,3 @@ class LlamaDecoder:
             half = self.head_dim // 2
             self._turns_PD = torch.complex(cos[0, :, :half], sin[0, :, :half])
         return self._turns_PD
-
-    def _cache_index(self, cache: KVCache, rows_T: Tensor, columns_T: Tensor) -> Tensor:
-        """Where each token's key and value heads go in one layer's storage, flattened."""
-        _, _, rows, heads, columns, _ = cache.kv.shape
-        slots = torch.arange(2 * heads, device=self.device)
-        part, head = slots // heads, slots % heads
-        start_T1 = (rows_T * heads * columns + columns_T)[:, None]
-        return (start_T1 + part * rows * heads * columns + head * columns).flatten()
