@@ -125,9 +125,14 @@ def _options(config: Any, **more: Any) -> dict[str, Any]:
 
 
 class LocalRunner(WorkflowRunner):
-    """Trinity's runner, which also gets the API keys of the models' servers."""
+    """Trinity's runner, which also gets the API keys of the models' servers. The models may start
+    after it: it looks for them in `prepare`."""
+
+    def __init__(self, *settings: Any) -> None:
+        self._settings = settings
 
     async def prepare(self) -> None:
+        super().__init__(*self._settings)
         load_agentscope()
         # Fewer collections, and none of imported modules: garbage collection stops the rollouts.
         gc.freeze()
@@ -205,15 +210,19 @@ class SharedScheduler(Scheduler):
         self.process: Any = None
         self.given_up = ""
         self._turn = asyncio.Lock()
+        self._next: Any = self._new_process()  # it imports while the models start
+
+    def _new_process(self) -> Any:
+        auxiliary = [0] * len(self.config.explorer.auxiliary_models)
+        options = _options(self.config, num_cpus=0)
+        return ray.remote(self.kind).options(**options).remote(self.config, 0, auxiliary, 0)
 
     async def replace_process(self, old: Any) -> None:
         """Replace the process `old` (None: start the first), unless another slot already has."""
         async with self._turn:
             if self.process is not old:
                 return
-            auxiliary = [0] * len(self.config.explorer.auxiliary_models)
-            options = _options(self.config, num_cpus=0)
-            actor = ray.remote(self.kind).options(**options).remote(self.config, 0, auxiliary, 0)
+            actor, self._next = self._next or self._new_process(), None
             await actor.prepare.remote()
             self.process = actor
         if old is not None:
@@ -235,13 +244,17 @@ class SharedScheduler(Scheduler):
 class LocalCoordinator(RolloutCoordinator):
     experience_pipeline: Any
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._next_scheduler = SharedScheduler(config)
+
     async def _init_experience_pipeline(self) -> None:
         await super()._init_experience_pipeline()
         # After the advantages, which the pipeline adds itself.
         self.experience_pipeline.operators.append(ensure_v1_operator(StepStamp()))
 
     async def _init_scheduler(self) -> None:
-        self.scheduler = SharedScheduler(self.config)
+        self.scheduler = self._next_scheduler
         await self.scheduler.start()
 
     async def close_pipeline(self) -> None:
@@ -271,9 +284,10 @@ class LocalExplorer(CheckedExplorer):
         self._stop_requested = True
 
     async def prepare(self) -> None:
-        """Start models and runners. Unlike upstream, does not evaluate: `explore()` does."""
-        self.models, self.auxiliary_models = await self.model_allocator.create_all_models()
+        """Start models and runners, beside each other. Unlike upstream, does not evaluate:
+        `explore()` does."""
         self.rollout_coordinator = LocalCoordinator.get_actor(self.config)
+        self.models, self.auxiliary_models = await self.model_allocator.create_all_models()
         await self.rollout_coordinator.prepare.remote()
         await self.synchronizer.set_explorer_status.remote(RunningStatus.RUNNING)
 
