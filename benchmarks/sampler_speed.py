@@ -7,10 +7,10 @@
 
 Every repeat draws new prompts (random tokens, all distinct: nothing to share) and runs both
 sides on them, alternating which goes first; the table shows medians, of the speeds and of their
-ratios in each round. Each side has a process
-of its own, which sleeps while the other works: in one process their OpenMP pools would slow
-each other down (see `engines.local.compute`). Both sides sample at temperature 1 and ignore
-the end of sequence, so both make exactly sequences x new tokens; the time includes prefill.
+ratios in each round. Each side has a process of its own, which sleeps while the other works: in
+one process their OpenMP pools would slow each other down (see `engines.local.compute`). Both
+sides sample at temperature 1 and ignore the end of sequence, so both make exactly sequences x
+new tokens; the time includes prefill.
 Ours also computes logprobs. `--group N` repeats each prompt N times, as in a GRPO group.
 
 `--vllm` adds vLLM as a side, in an interpreter that has it. One way to get its CPU build from

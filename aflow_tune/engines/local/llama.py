@@ -104,6 +104,12 @@ class KVCache:
         return order
 
 
+def keys_and_values(kv: Tensor) -> Tensor:
+    """`kv` of a layer, [rows, columns, 2, heads, head_dim], viewed as attention takes it:
+    [2, rows, heads, columns, head_dim]."""
+    return kv.permute(2, 0, 3, 1, 4)
+
+
 def common_prefix(a: TokenArray, b: TokenArray) -> int:
     n = min(len(a), len(b))
     differs = np.flatnonzero(a[:n] != b[:n])
@@ -453,8 +459,8 @@ class LlamaDecoder:
         cache.reserve(rows, used)
         cache.lengths = [length + 1 for length in cache.lengths]
         attend = self._decode_attention(cache, positions_B, used)
-        index = torch.arange(rows, device=self.device) * cache.kv.shape[2] + positions_B
-        return self.head(self._forward(cache, tokens_B, positions_B, index, attend))
+        rows_B = torch.arange(rows, device=self.device)
+        return self.head(self._forward(cache, tokens_B, positions_B, rows_B, attend))
 
     def drop(self, rows: set[int]) -> list[int]:
         """Also adds the rows to the prefix store."""
@@ -512,9 +518,8 @@ class LlamaDecoder:
                 outputs.append(self._attend_block(cache.kv[layer], part_TW, own, offset))
             return torch.cat(outputs)
 
-        index = rows_T * cache.kv.shape[2] + positions_T
         wanted = torch.from_numpy(starts[1:] - 1).to(self.device) if last_only else None
-        return self._forward(cache, tokens_T, positions_T, index, attend, wanted)
+        return self._forward(cache, tokens_T, positions_T, rows_T, attend, wanted)
 
     def _decode_attention(
         self, cache: KVCache, positions_B: Tensor, used: int
@@ -531,7 +536,7 @@ class LlamaDecoder:
 
         def attend(layer: int, qkv_BW: Tensor) -> Tensor:
             q = qkv_BW[:, : self.q_width].view(rows, self.kv_heads, groups, self.head_dim)
-            k, v = cache.kv[layer, :rows, :used].permute(2, 0, 3, 1, 4)
+            k, v = keys_and_values(cache.kv[layer, :rows, :used])
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(rows, -1)
 
         return attend
@@ -555,7 +560,7 @@ class LlamaDecoder:
 
         def attend(layer: int, qkv_BW: Tensor) -> Tensor:
             q = qkv_BW[:, : self.q_width].view(rows, self.kv_heads, heads, self.head_dim)
-            k, v = cache.kv[layer, :rows, :used].permute(2, 0, 3, 1, 4)
+            k, v = keys_and_values(cache.kv[layer, :rows, :used])
             own, own_sum = kernel(q, k[:, :, cut:], v[:, :, cut:], attn_mask=own_mask)
             queries = q.transpose(0, 1).index_select(1, order).flatten(1, 2)[None]
             parts = [
@@ -579,7 +584,7 @@ class LlamaDecoder:
         if offset == 0:
             k, v = heads[:, :, self.heads :].transpose(1, 2).split(self.kv_heads, dim=1)
         else:
-            k, v = kv[:, : offset + length].index_select(0, rows).permute(2, 0, 3, 1, 4)
+            k, v = keys_and_values(kv[:, : offset + length].index_select(0, rows))
             mask = torch.ones(length, offset + length, dtype=torch.bool, device=rows.device)
             mask = mask.tril(offset)
         out = F.scaled_dot_product_attention(
@@ -596,13 +601,15 @@ class LlamaDecoder:
         cache: KVCache,
         tokens_T: Tensor,
         positions_T: Tensor,
-        index: Tensor,
+        rows_T: Tensor,
         attend: Callable[[int, Tensor], Tensor],
         wanted: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, of the packed tokens `wanted` (None: all); writes
-        keys and values to `cache` at `index`, the flattened row and column."""
-        turns = self._turns(cache.kv.shape[2])[positions_T][:, None]
+        keys and values to `rows_T` of `cache`."""
+        columns = cache.kv.shape[2]
+        index = rows_T * columns + positions_T
+        turns = self._turns(columns)[positions_T][:, None]
         x = F.embedding(tokens_T, self.embedding)
         for number, layer in enumerate(self.layers):
             qkv = layer.qkv(self._rms(x, layer.norm_attention))

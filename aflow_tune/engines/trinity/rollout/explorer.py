@@ -246,16 +246,16 @@ class LocalCoordinator(RolloutCoordinator):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._next_scheduler = SharedScheduler(config)
+        self.scheduler = SharedScheduler(config)
+
+    async def prepare(self) -> None:
+        await super().prepare()
+        await self._require_scheduler().start()
 
     async def _init_experience_pipeline(self) -> None:
         await super()._init_experience_pipeline()
         # After the advantages, which the pipeline adds itself.
         self.experience_pipeline.operators.append(ensure_v1_operator(StepStamp()))
-
-    async def _init_scheduler(self) -> None:
-        self.scheduler = self._next_scheduler
-        await self.scheduler.start()
 
     async def close_pipeline(self) -> None:
         """Close the experience buffer: readers stop when it is empty."""
